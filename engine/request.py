@@ -1,0 +1,209 @@
+"""What callers give to an engine and get back: plain dataclasses, the same for `Engine` and `SimEngine`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from shared.errors import RopewayError
+from shared.sampling import SamplingParams
+
+#: Priority of a class; smaller is served first.
+PRIORITIES = {"high": 0, "normal": 1, "batch": 2}
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(slots=True)
+class LogprobEntry:
+    """Log probability of a token (natural log, of the raw logits' softmax as in vLLM), rank from 1, and its bytes.
+
+    `top` holds the position's candidates as `(token id, logprob, rank, bytes)`.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    token: bytes = b""
+    top: list[tuple[int, float, int, bytes]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ResumedChoice:
+    """What was already published of a choice when its request is taken up by another engine.
+
+    Attributes:
+        index: which choice.
+        token_ids: all published ids; they count as output, not as prompt.
+        text: the text that was published; the engine's own detokenizing of `token_ids` begins with it, and the first
+            delta's text starts right behind it.
+        finish_reason: set if the choice had ended: nothing is generated for it, and no delta is emitted.
+    """
+
+    index: int
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class EngineRequest:
+    """One request.
+
+    Attributes:
+        id: unique among live requests.
+        prompt_token_ids: never empty.
+        params: `max_tokens` None means up to the context; a `seed` of None is drawn by the engine.
+        priority: smaller first; see `PRIORITIES`.
+        adapter: adapter identity (hash of content), None for the base model.
+        cache_salt: mixed into the prefix cache's keys.
+        resume: choices that were under way elsewhere; empty for a fresh request.
+    """
+
+    id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int = 1
+    adapter: str | None = None
+    cache_salt: str | None = None
+    resume: list[ResumedChoice] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ChoiceDelta:
+    """What one step adds to one choice.
+
+    Attributes:
+        index: which choice.
+        offset: tokens of the choice before this delta (those of a resumed choice included).
+        token_ids: new ids, at once, also where their text is held back.
+        text: new text that is certain: no half characters, no possible stop string.
+        logprobs: one per new id, or None where not asked for.
+        finish_reason: set in the choice's last delta.
+        stop_reason: the stop string or stop token id that ended it; None for EOS.
+    """
+
+    index: int
+    offset: int
+    token_ids: list[int]
+    text: str
+    logprobs: list[LogprobEntry] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class RequestUsage:
+    """Counts of a request. `completion_tokens` sums over choices, resumed tokens included."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one step did for one request.
+
+    Attributes:
+        started: this step is the first to compute anything for the request.
+        choices: deltas; a choice without news is absent.
+        finished: the request is over and its blocks are free; usage is final.
+        error: why it failed; then `finished` is set and no choice carries `stop` or `length` for it.
+        blocks: most KV blocks it held at once; preemptions: how often it gave them back.
+    """
+
+    request_id: str
+    choices: list[ChoiceDelta] = field(default_factory=list)
+    started: bool = False
+    finished: bool = False
+    usage: RequestUsage = field(default_factory=RequestUsage)
+    error: RopewayError | None = None
+    blocks: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What can be admitted now: sequences, and tokens of KV cache (prompt plus output)."""
+
+    sequences: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """A snapshot for metrics. Blocks: free + used + cached = total. Counters rise for the engine's life."""
+
+    running: int = 0
+    waiting: int = 0
+    total_blocks: int = 0
+    free_blocks: int = 0
+    used_blocks: int = 0
+    cached_blocks: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_query_tokens: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a worker writes on the pool's card.
+
+    `tokenizer_json`, `chat_template` and `special_tokens` go to gateways as they are.
+    """
+
+    name: str
+    digest: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    kv_tokens: int
+    dtype: str
+    tokenizer_json: str
+    chat_template: str | None
+    special_tokens: dict[str, str] = field(default_factory=dict)
+    sampling_defaults: dict[str, float] = field(default_factory=dict)
+
+
+class EngineProtocol(Protocol):
+    """The engine as its callers see it. All calls come from one thread."""
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidRequestError: it can never be served: empty, too long for context or KV cache, ids out of range,
+                or an id that is already live.
+        """
+
+    def step(self) -> list[StepOutput]:
+        """One forward pass over the mixed batch. A failing request ends with its error; others go on."""
+
+    def abort(self, request_id: str) -> StepOutput | None:
+        """End a request in whatever state it is; its blocks are free at once. None if it is not live.
+
+        The output closes every open choice with `abort` and releases text that was held back.
+        """
+
+    def capacity(self, priority: int = 1) -> Capacity:
+        """What could be admitted now for this priority; sequences of lower ones count as room."""
+
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+
+    def stats(self) -> EngineStats:
+        """A snapshot."""
+
+    def info(self) -> ModelInfo:
+        """The model."""
+
+    def check(self) -> None:
+        """Verify all invariants (blocks add up, every request in one state).
+
+        Raises:
+            AssertionError: one is broken.
+        """

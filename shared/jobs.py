@@ -1,0 +1,186 @@
+"""Plain types that the job store's calls take and give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from shared.protocol import Envelope, ErrorInfo, JobStatus
+
+
+@dataclass(frozen=True, slots=True)
+class LaneLimits:
+    """Exact limits of one lane; None is no limit. Reached, `submit` refuses."""
+
+    max_queued_jobs: int | None = 10_000
+    max_queued_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetime:
+    """Seconds. A job's keys expire at deadline + longest run + retention; after its end at retention.
+
+    Attributes:
+        deadline_s: from submit until the job must have ended.
+        max_run_s: the longest that a job may run past its deadline before its keys may vanish.
+        retention_s: how long result and events stay after the end.
+    """
+
+    deadline_s: float = 3600.0
+    max_run_s: float = 600.0
+    retention_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """Answer of `submit`. `duplicate`: the id was known, nothing was changed."""
+
+    duplicate: bool
+    queued_jobs: int
+    queued_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PullBudget:
+    """What a worker can admit now, per class, and the largest job it could ever hold.
+
+    A job taken in one class is charged to that class and to all below it.
+
+    Attributes:
+        sequences, tokens: by class name.
+        max_job_tokens: jobs of a higher cost are left for another worker.
+    """
+
+    sequences: Mapping[str, int]
+    tokens: Mapping[str, int]
+    max_job_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Ownership's numbers. `reclaim` False: take nothing from others (one lease after one's own reconnect)."""
+
+    lease_ms: int = 15_000
+    max_attempts: int = 3
+    reclaim: bool = True
+    charge: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PulledJob:
+    """A job that is now the caller's.
+
+    Attributes:
+        envelope: decoded; a job whose bytes do not decode is buried by the store and never gets here.
+        epoch: the fence; goes with every publish, renew and release.
+        attempts: charged tries, this one included.
+        last_seq: sequence number of the last frame in its log; 0 for none.
+        deadline_ms: Unix milliseconds of Redis's clock.
+        queue_ms: from submit to this pull.
+        suspect: its last owner died while holding it.
+    """
+
+    envelope: Envelope
+    epoch: int
+    attempts: int
+    last_seq: int
+    deadline_ms: int
+    queue_ms: float
+    suspect: bool
+
+
+@dataclass(slots=True)
+class Pulled:
+    """Answer of `pull`: jobs taken, and ids of those that ended there instead (`expired`, `cancelled`, `buried`)."""
+
+    jobs: list[PulledJob] = field(default_factory=list)
+    ended: dict[str, JobStatus] = field(default_factory=dict)
+    buried: list[str] = field(default_factory=list)
+    reclaimed: int = 0
+
+
+class Publication(Enum):
+    """Answer of `publish` and `renew` for one job."""
+
+    FINE = "fine"
+    #: Accepted, but somebody asked for the job's end: abort it and publish its last frame.
+    CANCELLED = "cancelled"
+    #: Another owner or epoch has the job, or it has ended: drop it, publish nothing more.
+    FENCED = "fenced"
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What the last frame stores: final status and encoded `Result`."""
+
+    status: JobStatus
+    result: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Frames of one job for one pipeline.
+
+    Attributes:
+        first_seq: of the first frame; they are consecutive.
+        frames: encoded `Frame`s.
+        ending: with the last frame of the job.
+    """
+
+    job_id: str
+    owner: str
+    epoch: int
+    first_seq: int
+    frames: list[bytes]
+    ending: Ending | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A job as its owner holds it."""
+
+    job_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """A job as anyone may see it. Times are Unix milliseconds of Redis's clock; 0 where not yet.
+
+    `result` is the encoded `Result` of an ended job.
+    """
+
+    id: str
+    status: JobStatus
+    envelope: Envelope
+    epoch: int
+    attempts: int
+    last_seq: int
+    cancel_requested: bool
+    submitted_ms: int
+    started_ms: int
+    finished_ms: int
+    deadline_ms: int
+    result: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LaneLoad:
+    """Exact counters of one lane."""
+
+    queued_jobs: int = 0
+    queued_tokens: int = 0
+    running_jobs: int = 0
+    running_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """A buried job, for an operator."""
+
+    entry: str
+    job_id: str
+    reason: str
+    attempts: int
+    error: ErrorInfo | None = None

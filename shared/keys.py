@@ -1,0 +1,159 @@
+"""Every key name, and job ids. All keys of a job carry the hash tag `{pool.lane}`, so a script touches one slot."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shared.errors import JobNotFoundError
+
+#: Consumer group of every queue stream.
+GROUP = "workers"
+#: Classes in the order in which they are served.
+CLASSES = ("high", "normal", "batch")
+#: Streams within a lane and class; a tenant's jobs are in one of them.
+BUCKETS = 8
+DEFAULT_LANES = 16
+MAX_LANES = 256
+#: Tokens of the prompt that decide its lane when nothing else does.
+AFFINITY_TOKENS = 64
+
+POOL_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(?:\.[A-Za-z0-9_-]+)*\Z")
+_JOB_ID = re.compile(r"(?P<pool>[A-Za-z0-9][A-Za-z0-9._-]{0,95})\.(?P<lane>\d{1,3})\.(?P<unique>[0-9a-f]{32})\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class JobId:
+    """A job's id, `<pool>.<lane>.<32 hex digits>`: whoever has it finds every key of the job."""
+
+    pool: str
+    lane: int
+    unique: str
+
+    def __str__(self) -> str:
+        return f"{self.pool}.{self.lane}.{self.unique}"
+
+    @classmethod
+    def new(cls, pool: str, lane: int) -> JobId:
+        """A fresh id; it sorts by time (48 bits of milliseconds, then 80 random bits)."""
+        return cls(pool, lane, f"{time.time_ns() // 1_000_000:012x}{secrets.token_hex(10)}")
+
+    @classmethod
+    def parse(cls, text: str) -> JobId:
+        """Take an id apart.
+
+        Raises:
+            JobNotFoundError: `text` is not an id, so there is no such job.
+        """
+        match = _JOB_ID.match(text)
+        if match is None or int(match["lane"]) >= MAX_LANES:
+            raise JobNotFoundError("no job has this id", param="id")
+        return cls(match["pool"], int(match["lane"]), match["unique"])
+
+
+def lane_tag(pool: str, lane: int) -> str:
+    """Hash tag shared by all keys of a lane."""
+    return f"rw:{{{pool}.{lane}}}"
+
+
+def queue(pool: str, lane: int, job_class: str, bucket: int) -> str:
+    """Stream, group `workers`: one entry per job."""
+    return f"{lane_tag(pool, lane)}:q:{job_class}:{bucket}"
+
+
+def resume(pool: str, lane: int) -> str:
+    """Stream of jobs handed back by a draining worker."""
+    return f"{lane_tag(pool, lane)}:q:resume"
+
+
+def lane_streams(pool: str, lane: int) -> list[str]:
+    """All queue streams of a lane in the order in which `pull` reads them: resume, then class by class."""
+    return [resume(pool, lane)] + [queue(pool, lane, c, b) for c in CLASSES for b in range(BUCKETS)]
+
+
+def job(job_id: JobId) -> str:
+    """Hash: envelope, status, owner, epoch, result."""
+    return f"{lane_tag(job_id.pool, job_id.lane)}:job:{job_id}"
+
+
+def events(job_id: JobId) -> str:
+    """Stream of frames, and the pub/sub channel of the same name."""
+    return f"{lane_tag(job_id.pool, job_id.lane)}:ev:{job_id}"
+
+
+def stats(pool: str, lane: int) -> str:
+    """Hash of exact counters, and the round robin's state."""
+    return f"{lane_tag(pool, lane)}:stats"
+
+
+def dead(pool: str, lane: int) -> str:
+    """Stream of dead letters."""
+    return f"{lane_tag(pool, lane)}:dead"
+
+
+def outbox(pool: str, lane: int) -> str:
+    """Stream of finished jobs that owe a webhook."""
+    return f"{lane_tag(pool, lane)}:outbox"
+
+
+def card(pool: str) -> str:
+    """Hash: what gateways and workers of a pool agree on."""
+    return f"rw:{{{pool}}}:card"
+
+
+def tokenizer(pool: str) -> str:
+    """String: tokenizer and chat template, msgpack."""
+    return f"rw:{{{pool}}}:tok"
+
+
+def workers(pool: str) -> str:
+    """Sorted set of owners by heartbeat, in milliseconds of Redis's clock."""
+    return f"rw:{{{pool}}}:workers"
+
+
+def worker(pool: str, owner: str) -> str:
+    """Hash of one worker: capacity, version, state."""
+    return f"rw:{{{pool}}}:worker:{owner}"
+
+
+def wake(pool: str) -> str:
+    """Channel: a lane has work."""
+    return f"rw:{{{pool}}}:wake"
+
+
+def control(pool: str) -> str:
+    """Channel: cancel, drain."""
+    return f"rw:{{{pool}}}:ctl"
+
+
+def pools() -> str:
+    """Set of pool names that have a card."""
+    return "rw:pools"
+
+
+def bucket_of(tenant: str) -> int:
+    """The bucket, 0 to 7, of a tenant's jobs."""
+    return _hash(tenant.encode()) % BUCKETS
+
+
+def lane_of(lanes: int, *, adapter: str | None, prompt_cache_key: str | None, token_ids: Sequence[int]) -> int:
+    """A job's lane: its affinity. Adapter and cache key decide; else the prompt's first tokens; else chance."""
+    if adapter is not None or prompt_cache_key is not None:
+        return _hash(repr((adapter, prompt_cache_key)).encode()) % lanes
+    if len(token_ids) >= AFFINITY_TOKENS:
+        return _hash(repr(list(token_ids[:AFFINITY_TOKENS])).encode()) % lanes
+    return secrets.randbelow(lanes)
+
+
+def home_lanes(owner: str, owners: Sequence[str], lanes: int) -> list[int]:
+    """Lanes whose highest rendezvous weight among `owners` is `owner`'s (Thaler and Ravishankar, 1998)."""
+    return [lane for lane in range(lanes)
+            if max(owners, key=lambda o, n=lane: (_hash(f"{n}:{o}".encode()), o)) == owner]  # type: ignore[misc]
+
+
+def _hash(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")

@@ -1,0 +1,76 @@
+"""Settings: one class per process, environment prefix `ROPEWAY_`, every field described. Shown by `ropeway config`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from shared.keys import DEFAULT_LANES
+
+
+class CommonSettings(BaseSettings):
+    """What every process needs. An unknown `ROPEWAY_` name is not an error: processes share one environment."""
+
+    model_config = SettingsConfigDict(env_prefix="ROPEWAY_", extra="ignore", validate_default=True)
+
+    redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis: redis://, rediss:// or unix:// URL")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
+    log_json: bool | None = Field(None, description="JSON lines; unset: where standard error is not a terminal")
+
+
+class GatewaySettings(CommonSettings):
+    """Settings of the HTTP gateway."""
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    api_keys: list[SecretStr] = Field([], description="accepted API keys as a JSON list; empty: no key is asked for")
+    max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="largest request body in bytes")
+    max_prompts: int = Field(128, ge=1, description="most prompts in one completions request")
+    max_choices: int = Field(128, ge=1, description="most choices in one request, prompts times n")
+    max_queued_jobs: int | None = Field(10_000, ge=1, description="most queued jobs per lane; above it 429")
+    max_queued_tokens: int | None = Field(None, ge=1, description="most queued tokens per lane; above it 429")
+    deadline_s: float = Field(3600.0, gt=0, description="seconds until a job must have ended")
+    max_run_s: float = Field(600.0, gt=0, description="seconds past its deadline that a job's keys are kept while it runs")
+    retention_s: float = Field(3600.0, gt=0, description="seconds that an ended job's result and events are kept")
+    disconnect_grace_s: float = Field(0.0, ge=0, description="seconds after a client went away until its job is cancelled")
+    max_wait_s: float = Field(60.0, gt=0, description="longest ?wait= of a job")
+    stream_queue_frames: int = Field(256, ge=1, description="frames held per stream before a slow reader moves to the log")
+    keepalive_s: float = Field(15.0, gt=0, description="seconds of silence after which an SSE comment is sent")
+    tokenizer_threads: int = Field(2, ge=1, description="threads that render and tokenize")
+    flush_ms: int = Field(100, ge=0, description="for answers that are not streamed: how long a worker may gather tokens")
+    max_live_streams: int = Field(10_000, ge=1, description="most concurrent subscriptions; above it 429")
+
+
+class WorkerSettings(CommonSettings):
+    """Settings of a worker."""
+
+    model: str = Field("smollm2-135m-instruct", description="a known name, a folder, a GGUF file or a hub name")
+    pool: str | None = Field(None, description="pool to serve; unset: the model's own name")
+    lanes: int = Field(DEFAULT_LANES, ge=1, le=256, description="lanes of the pool; all its workers must agree")
+    engine: Literal["auto", "sim"] = Field("auto", description="sim: a cost model in place of a model")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU where there is one")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of weights and KV cache")
+    max_model_len: int | None = Field(None, ge=1, description="context in tokens; unset: the model's own")
+    max_num_seqs: int = Field(64, ge=1, description="most sequences in a batch")
+    max_num_batched_tokens: int = Field(1024, ge=16, description="token budget of a step")
+    block_size: int = Field(16, ge=1, description="tokens per KV block")
+    kv_cache_memory_mb: int | None = Field(None, ge=1, description="memory of the KV cache; unset: 1024 on CPU")
+    num_blocks: int | None = Field(None, ge=1, description="blocks of the KV cache; wins over kv_cache_memory_mb")
+    enable_prefix_caching: bool = Field(True, description="find full blocks again by hash")
+    threads: int | None = Field(None, ge=1, description="torch threads; unset: the CPUs of this process")
+    lease_s: float = Field(15.0, gt=0.1, description="seconds that a job may go unseen before another worker takes it")
+    max_attempts: int = Field(3, ge=1, description="tries before a job is buried")
+    heartbeat_s: float = Field(2.0, gt=0.01, description="seconds between entries in the registry")
+    grace_s: float = Field(20.0, ge=0, description="seconds that SIGTERM leaves running jobs to end")
+    step_timeout_s: float = Field(60.0, gt=0, description="a step longer than this counts as a hang")
+    home_poll_ms: int = Field(250, ge=10, description="how often home lanes are looked at without a wake")
+    all_poll_ms: int = Field(2000, ge=10, description="how often all lanes are looked at")
+    steal_delay_ms: int = Field(30, ge=0, description="how long a woken worker leaves a lane to its home")
+    health_host: str = Field("127.0.0.1", description="address of /health and /metrics")
+    health_port: int = Field(8001, ge=0, le=65535, description="port of /health and /metrics; 0 takes a free one")
+    sim_step_ms: float = Field(10.0, ge=0, description="sim engine: milliseconds per step")
+    sim_token_us: float = Field(0.0, ge=0, description="sim engine: microseconds per token of a step")
+    cache_dir: Path | None = Field(None, description="folder for converted tokenizers; unset: the user's cache folder")
