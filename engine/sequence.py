@@ -1,0 +1,61 @@
+"""One choice of a request as the engine keeps it: tokens, blocks, how far it is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from shared.sampling import SamplingParams
+
+
+class SequenceState(Enum):
+    """Where a sequence is. It is in exactly one state."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """State of one choice. The scheduler and the engine write it, the runner reads it.
+
+    Attributes:
+        request_id: of the request that it belongs to.
+        index: choice index, from 0.
+        params: the request's.
+        seed: 64-bit key of its random numbers, which are a function of (seed, index, output position) alone.
+        tokens: prompt, then output.
+        prompt_len: tokens that are prompt.
+        block_table: block ids in order of position.
+        computed: tokens whose keys and values are in the cache.
+        max_len: length at which it ends with `length`: prompt plus max_tokens, at most the context.
+        eos_token_ids: ids that end it, unless `ignore_eos`.
+    """
+
+    request_id: str
+    index: int
+    params: SamplingParams
+    seed: int
+    tokens: list[int]
+    prompt_len: int
+    max_len: int
+    eos_token_ids: frozenset[int] = frozenset()
+    priority: int = 1
+    arrival: int = 0
+    adapter: str | None = None
+    cache_salt: str | None = None
+    state: SequenceState = SequenceState.WAITING
+    block_table: list[int] = field(default_factory=list)
+    computed: int = 0
+    preemptions: int = 0
+
+    @property
+    def output_len(self) -> int:
+        """Tokens generated so far, resumed ones included: the position of the next random number."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def remaining(self) -> int:
+        """Known tokens that are not computed yet; 1 while decoding."""
+        return len(self.tokens) - self.computed
