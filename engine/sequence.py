@@ -31,6 +31,12 @@ class Sequence:
         computed: tokens whose keys and values are in the cache.
         max_len: length at which it ends with `length`: prompt plus max_tokens, at most the context.
         eos_token_ids: ids that end it, unless `ignore_eos`.
+        arrival: order of arrival within the engine; unique.
+        preemptions: how often it gave its blocks back.
+        block_keys: prefix-cache keys of its first full blocks, as far as they were needed. They depend on tokens,
+            adapter and salt alone, so they outlive a preemption.
+        hit_tokens: known tokens that the prefix cache had at its first admission; None before.
+        bypassed: admissions of others past it since it began to wait.
     """
 
     request_id: str
@@ -49,6 +55,9 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     computed: int = 0
     preemptions: int = 0
+    block_keys: list[bytes] = field(default_factory=list)
+    hit_tokens: int | None = None
+    bypassed: int = 0
 
     @property
     def output_len(self) -> int:

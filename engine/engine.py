@@ -1,0 +1,337 @@
+"""The engine: requests in, deltas out, one forward pass a step. No Redis, no HTTP, no torch."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer
+
+from engine.block_pool import BlockPool
+from engine.choice import ChoiceWriter
+from engine.config import SchedulerConfig
+from engine.detokenizer import Detokenizer
+from engine.plan import Runner, Sampled, Span, StepPlan
+from engine.request import (
+    Capacity,
+    ChoiceDelta,
+    EngineRequest,
+    EngineStats,
+    ModelInfo,
+    RequestUsage,
+    ResumedChoice,
+    StepOutput,
+)
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence, SequenceState
+from engine.validation import checked_length, checked_prompt, checked_resume
+from shared.errors import EngineError, InvalidRequestError, RopewayError
+
+logger = logging.getLogger(__name__)
+
+#: What a client is told of an unexpected failure; the log has the rest.
+_INTERNAL = "the engine failed on this request"
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A request that is not over. `writers` are those of its open choices, by sequence."""
+
+    id: str
+    writers: dict[Sequence, ChoiceWriter] = field(default_factory=dict)
+    usage: RequestUsage = field(default_factory=RequestUsage)
+    started: bool = False
+    blocks: int = 0
+    preemptions: int = 0
+    # Last deltas of choices that were complete when they were taken up; the next step emits them.
+    complete: list[ChoiceDelta] = field(default_factory=list)
+
+
+class Engine:
+    """Continuous batching over one runner. All calls come from one thread; see `EngineProtocol`."""
+
+    def __init__(self, runner: Runner, info: ModelInfo, tokenizer: Tokenizer, config: SchedulerConfig) -> None:
+        self._runner = runner
+        self._info = info
+        self._config = config
+        self._detokenizer = Detokenizer(tokenizer)
+        self._pool = BlockPool(runner.num_blocks, runner.block_size, prefix_caching=config.enable_prefix_caching)
+        self._scheduler = Scheduler(config, self._pool)
+        self._eos = frozenset(info.eos_token_ids)
+        self._live: dict[str, _Live] = {}
+        self._complete: list[_Live] = []
+        self._arrivals = 0
+        self._stats = EngineStats(total_blocks=runner.num_blocks)
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request; see `EngineProtocol.add`.
+
+        Raises:
+            ContextLengthExceededError: too long for the context or for the whole KV cache.
+            UnsupportedParameterError: `prompt_logprobs` is set.
+            InvalidRequestError: anything else that can never be served; nothing is kept of the request.
+        """
+        if request.id in self._live:
+            raise InvalidRequestError(f"request {request.id} is already live")
+        prompt = checked_prompt(request, self._runner.vocab_size)
+        resumed = checked_resume(request, self._runner.vocab_size)
+        max_len = checked_length(
+            len(prompt),
+            request.params.max_tokens,
+            context=min(self._config.max_model_len, self._info.max_model_len),
+            kv_tokens=self._pool.num_blocks * self._pool.block_size,
+        )
+        live = _Live(request.id)
+        live.usage.prompt_tokens = len(prompt)
+        seed = request.params.seed
+        if seed is None:
+            seed = secrets.randbits(63)
+        for index in range(request.params.n):
+            sequence = self._sequence(request, index, prompt, max_len, seed)
+            self._open(live, sequence, resumed.get(index))
+        # Only now, so that a refused request leaves no trace.
+        self._live[request.id] = live
+        for sequence in live.writers:
+            self._scheduler.add(sequence)
+        if live.complete or not live.writers:
+            self._complete.append(live)
+
+    def step(self) -> list[StepOutput]:
+        """One forward pass over the mixed batch; one output for each request with news."""
+        outputs: dict[str, StepOutput] = {}
+        self._emit_complete(outputs)
+        plan = self._scheduler.schedule()
+        if plan.spans:
+            self._stats.steps += 1
+            answers = self._execute(plan)
+            for span, answer in zip(plan.spans, answers, strict=True):
+                if span.sequence.state is SequenceState.RUNNING:  # else a sibling of this step has failed
+                    self._apply(span, answer, outputs)
+        for output in outputs.values():
+            if not output.finished:
+                self._account(self._live[output.request_id], output)
+        return list(outputs.values())
+
+    def abort(self, request_id: str) -> StepOutput | None:
+        """End a request in whatever state it is; None if it is not live."""
+        live = self._live.get(request_id)
+        if live is None:
+            return None
+        deltas = live.complete
+        for sequence, writer in list(live.writers.items()):
+            try:
+                deltas.append(writer.close("abort"))
+            except Exception:  # an abort must free everything, whatever a detokenizer does with the rest of the text
+                logger.exception("flushing an aborted choice failed: request %s", request_id)
+                deltas.append(writer.close("error"))
+            self._release(live, sequence)
+        live.complete = []
+        output = self._finish(live, StepOutput(request_id))
+        output.choices = deltas
+        return output
+
+    def capacity(self, priority: int = 1) -> Capacity:
+        """What could be admitted now for this priority; lower ones count as room."""
+        return self._scheduler.capacity(priority)
+
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._live)
+
+    def stats(self) -> EngineStats:
+        """A snapshot."""
+        stats, scheduler, pool = self._stats, self._scheduler, self._pool
+        return EngineStats(
+            running=scheduler.running,
+            waiting=scheduler.waiting,
+            total_blocks=pool.num_blocks,
+            free_blocks=pool.free,
+            used_blocks=pool.used,
+            cached_blocks=pool.cached,
+            steps=stats.steps,
+            prompt_tokens=stats.prompt_tokens,
+            generated_tokens=stats.generated_tokens,
+            prefix_hit_tokens=scheduler.hit_tokens,
+            prefix_query_tokens=scheduler.query_tokens,
+            preemptions=scheduler.preemptions,
+        )
+
+    def info(self) -> ModelInfo:
+        """The model."""
+        return self._info
+
+    def check(self) -> None:
+        """Verify all invariants.
+
+        Raises:
+            AssertionError: one is broken.
+        """
+        self._scheduler.check()
+        queued = sorted((s.request_id, s.index) for s in self._scheduler.sequences())
+        open_choices = sorted((live.id, s.index) for live in self._live.values() for s in live.writers)
+        if queued != open_choices:
+            raise AssertionError(f"queued sequences {queued} are not the open choices {open_choices}")
+        if any(not live.writers and live not in self._complete for live in self._live.values()):
+            raise AssertionError("a live request has nothing left to do")
+
+    # --- adding ---
+
+    def _sequence(self, request: EngineRequest, index: int, prompt: list[int], max_len: int, seed: int) -> Sequence:
+        self._arrivals += 1
+        return Sequence(
+            request_id=request.id,
+            index=index,
+            params=request.params,
+            seed=seed,
+            tokens=list(prompt),
+            prompt_len=len(prompt),
+            max_len=max_len,
+            eos_token_ids=self._eos,
+            priority=request.priority,
+            arrival=self._arrivals,
+            adapter=request.adapter,
+            cache_salt=request.cache_salt,
+        )
+
+    def _open(self, live: _Live, sequence: Sequence, resumed: ResumedChoice | None) -> None:
+        if resumed is not None:
+            live.usage.completion_tokens += len(resumed.token_ids)
+            if resumed.finish_reason is not None:
+                return
+        writer = ChoiceWriter(sequence, self._detokenizer)
+        last = writer.resume(resumed) if resumed is not None else None
+        if last is None:
+            live.writers[sequence] = writer
+        else:
+            live.complete.append(last)
+
+    # --- stepping ---
+
+    def _execute(self, plan: StepPlan) -> list[Sampled | None]:
+        """Run the pass; if it fails as a whole, run its spans one by one, so that only the guilty ones fail."""
+        try:
+            return self._run(plan)
+        except Exception:  # whatever one row makes the model raise must not end the others
+            logger.exception("a forward pass over %d spans failed; running them one by one", len(plan.spans))
+        answers: list[Sampled | None] = []
+        for position, span in enumerate(plan.spans):
+            alone = StepPlan(
+                spans=[span], decodes=int(position < plan.decodes), copies=plan.copies if position == 0 else []
+            )
+            try:
+                answers += self._run(alone)
+            except Exception:  # as above: this one is guilty
+                logger.exception("the forward pass failed for request %s", span.sequence.request_id)
+                answers.append(Sampled(-1, error=EngineError(_INTERNAL)))
+        return answers
+
+    def _run(self, plan: StepPlan) -> list[Sampled | None]:
+        answers = self._runner.execute(plan)
+        if len(answers) != len(plan.spans):
+            raise EngineError(f"the runner answered {len(answers)} of {len(plan.spans)} spans")
+        return answers
+
+    def _apply(self, span: Span, answer: Sampled | None, outputs: dict[str, StepOutput]) -> None:
+        """What one span's result means for its request."""
+        live = self._live[span.sequence.request_id]
+        self._count(live, span.sequence, outputs)
+        error = self._fault(span, answer)
+        if error is None:
+            self._scheduler.advance(span)
+            if answer is None:
+                return
+            try:
+                delta = live.writers[span.sequence].push(answer.token_id, answer.logprob)
+            except Exception:  # a detokenizer that chokes on one text must not end the others
+                logger.exception("detokenizing failed for request %s", live.id)
+                error = EngineError(_INTERNAL)
+        if error is not None:
+            self._fail(live, error, self._output(live, outputs))
+        else:
+            self._emit(live, span.sequence, delta, self._output(live, outputs))
+
+    def _emit(self, live: _Live, sequence: Sequence, delta: ChoiceDelta, output: StepOutput) -> None:
+        live.usage.completion_tokens += 1
+        self._stats.generated_tokens += 1
+        output.choices.append(delta)
+        if delta.finish_reason is not None:
+            self._release(live, sequence)
+            if not live.writers:
+                self._finish(live, output)
+
+    def _fault(self, span: Span, answer: Sampled | None) -> RopewayError | None:
+        """Why the answer cannot be used."""
+        if answer is None:
+            return EngineError("the model gave no token") if span.sample else None
+        if answer.error is not None:
+            return answer.error
+        if not 0 <= answer.token_id < self._runner.vocab_size:
+            logger.error("token id %d is not in the vocabulary: request %s", answer.token_id, span.sequence.request_id)
+            return EngineError("the model gave a token id outside of its vocabulary")
+        return None
+
+    def _count(self, live: _Live, sequence: Sequence, outputs: dict[str, StepOutput]) -> None:
+        if not live.started:
+            live.started = self._output(live, outputs).started = True
+            live.usage.cached_tokens = min(sequence.hit_tokens or 0, sequence.prompt_len)
+            self._stats.prompt_tokens += live.usage.prompt_tokens
+        if len(live.writers) == 1:
+            held = len(sequence.block_table)
+        else:
+            held = len({block for sibling in live.writers for block in sibling.block_table})
+        live.blocks = max(live.blocks, held)
+
+    def _output(self, live: _Live, outputs: dict[str, StepOutput]) -> StepOutput:
+        output = outputs.get(live.id)
+        if output is None:
+            output = outputs[live.id] = StepOutput(live.id)
+        return output
+
+    def _emit_complete(self, outputs: dict[str, StepOutput]) -> None:
+        """Last deltas of choices that had ended before they were taken up."""
+        complete, self._complete = self._complete, []
+        for live in complete:
+            output = self._output(live, outputs)
+            output.choices += live.complete
+            live.complete = []
+            if not live.writers:
+                self._finish(live, output)
+
+    # --- ending ---
+
+    def _fail(self, live: _Live, error: RopewayError, output: StepOutput) -> None:
+        """End the request with an error; a choice that had news in this very step keeps its one delta."""
+        news = {delta.index: delta for delta in output.choices}
+        for sequence, writer in list(live.writers.items()):
+            last = writer.close("error")
+            if sequence.index in news:
+                news[sequence.index].finish_reason = "error"
+            else:
+                output.choices.append(last)
+            self._release(live, sequence)
+        output.error = error
+        self._finish(live, output)
+
+    def _release(self, live: _Live, sequence: Sequence) -> None:
+        """The choice is over: its blocks are free."""
+        self._scheduler.finish(sequence)
+        live.preemptions += sequence.preemptions
+        del live.writers[sequence]
+
+    def _finish(self, live: _Live, output: StepOutput) -> StepOutput:
+        """The request is over. Its last output says all that there is to say."""
+        del self._live[live.id]
+        if live in self._complete:
+            self._complete.remove(live)
+        output.finished = True
+        self._account(live, output)
+        return output
+
+    @staticmethod
+    def _account(live: _Live, output: StepOutput) -> None:
+        usage = live.usage
+        # A copy: the caller may keep it while the request goes on.
+        output.usage = RequestUsage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+        output.blocks = live.blocks
+        output.preemptions = live.preemptions + sum(sequence.preemptions for sequence in live.writers)

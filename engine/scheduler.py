@@ -1,0 +1,279 @@
+"""Which sequences run, and which of their tokens each step computes. Policy only: no torch, no tokenizer.
+
+Rank decides everything: class first, then order of arrival. Of those that run, the lowest rank is preempted first and
+a higher rank never gives way to a lower one, so the highest always gets on and every sequence ends.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Iterator
+from itertools import chain
+
+from engine.block_pool import BlockPool, child_key, root_key
+from engine.config import SchedulerConfig
+from engine.plan import Span, StepPlan
+from engine.request import Capacity
+from engine.sequence import Sequence, SequenceState
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    return sequence.priority, sequence.arrival
+
+
+def _turn(sequence: Sequence) -> tuple[int, bool, int]:
+    """Order of waiting: a preempted sequence is at the head of its class."""
+    return sequence.priority, not sequence.preemptions, sequence.arrival
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill over one block pool.
+
+    A sequence is admitted when the blocks of all its known tokens are there and some headroom stays for the others.
+    Only decoding sequences ask for more later; where none is left, the lowest rank is preempted: it gives its blocks
+    back, keeps its tokens, and is computed again when there is room.
+    """
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+        self.config = config
+        self.pool = pool
+        self.preemptions = 0
+        self.hit_tokens = 0
+        self.query_tokens = 0
+        self._running: list[Sequence] = []  # by rank
+        self._waiting: list[Sequence] = []  # by turn
+        # Block keys that a running sequence is about to compute, and which one: see `_expected`.
+        self._coming: dict[bytes, Sequence] = {}
+
+    @property
+    def running(self) -> int:
+        """Sequences that hold blocks."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait for admission, preempted ones included."""
+        return len(self._waiting)
+
+    def sequences(self) -> Iterator[Sequence]:
+        """All that are not finished."""
+        return chain(self._running, self._waiting)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-tokens // self.pool.block_size)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence whose `max_len` tokens fit into the whole pool."""
+        insort(self._waiting, sequence, key=_turn)
+
+    def schedule(self) -> StepPlan:
+        """Choose the tokens of the next pass; preempts and admits. Empty where there is nothing to do."""
+        before = self.preemptions
+        self._grow()
+        # Room that a preemption has just made belongs to those that run.
+        if self.preemptions == before:
+            self._admit()
+        return self._plan()
+
+    def advance(self, span: Span) -> None:
+        """The span is in the cache: count it, and make its full blocks findable."""
+        sequence, size = span.sequence, self.pool.block_size
+        first = sequence.computed // size
+        sequence.computed += span.count
+        last = sequence.computed // size
+        if last == first or not self.pool.prefix_caching:
+            return
+        keys = self._keys(sequence, last)
+        for index in range(first, last):
+            self.pool.register(sequence.block_table[index], keys[index])
+            if self._coming.get(keys[index]) is sequence:
+                del self._coming[keys[index]]
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a sequence out in whatever state it is; its blocks are free at once. Again is no change."""
+        if sequence.state is SequenceState.RUNNING:
+            self._running.remove(sequence)
+            self._give_back(sequence)
+        elif sequence.state is SequenceState.WAITING:
+            self._waiting.remove(sequence)
+        sequence.state = SequenceState.FINISHED
+
+    def capacity(self, priority: int) -> Capacity:
+        """Room for this class: what higher and equal ones hold or may still need is taken, lower ones count as room.
+
+        A live sequence is counted with its tokens and what it may still generate, at most `output_reserve`.
+        """
+        sequences = blocks = 0
+        for sequence in self.sequences():
+            if sequence.priority <= priority:
+                sequences += 1
+                ahead = min(sequence.max_len, len(sequence.tokens) + self.config.output_reserve)
+                blocks += self.blocks_for(ahead)
+        room = self.pool.num_blocks - blocks - self._headroom(sequences)
+        return Capacity(
+            sequences=max(0, self.config.max_num_seqs - sequences), tokens=max(0, room) * self.pool.block_size
+        )
+
+    def check(self) -> None:
+        """Verify all invariants of queues, block tables and pool.
+
+        Raises:
+            AssertionError: one is broken.
+        """
+        running, waiting, size = self._running, self._waiting, self.pool.block_size
+        _require(all(s.state is SequenceState.RUNNING for s in running), "a running sequence has another state")
+        _require(all(s.state is SequenceState.WAITING for s in waiting), "a waiting sequence has another state")
+        _require(len(running) <= self.config.max_num_seqs, "more sequences run than may")
+        _require(running == sorted(running, key=_rank), "running sequences are out of order")
+        _require(waiting == sorted(waiting, key=_turn), "waiting sequences are out of order")
+        _require(all(not s.block_table and not s.computed for s in waiting), "a waiting sequence holds blocks")
+        _require(all(s.computed < len(s.tokens) for s in running), "a running sequence has nothing to compute")
+        _require(all(s.computed <= len(s.block_table) * size for s in running), "computed tokens without a block")
+        _require(all(owner.state is SequenceState.RUNNING for owner in self._coming.values()), "a stale expectation")
+        self.pool.check([sequence.block_table for sequence in running])
+
+    def _grow(self) -> None:
+        """Give every decoding sequence the block of its next token, the highest rank first."""
+        index = 0
+        while index < len(self._running):
+            sequence = self._running[index]
+            if len(sequence.tokens) > len(sequence.block_table) * self.pool.block_size:
+                while not self.pool.available and sequence.state is SequenceState.RUNNING:
+                    self._preempt(self._running[-1])
+                if sequence.state is SequenceState.RUNNING:
+                    sequence.block_table += self.pool.allocate(1)
+            index += 1
+
+    def _admit(self) -> None:
+        index = passed = deferred = 0
+        while index < len(self._waiting):
+            sequence = self._waiting[index]
+            if self._budget(sequence) <= 0:
+                return
+            hits = self._match(sequence)
+            if self._expected(sequence, len(hits)):
+                deferred += 1
+                if deferred > self.config.max_num_seqs:
+                    return
+                index += 1
+            elif self._make_room(sequence, hits):
+                del self._waiting[index]
+                self._start(sequence, hits)
+                for other in self._waiting[:index]:
+                    other.bypassed += 1
+            else:
+                passed += 1
+                # A preempted one is not passed at all: its client sees a stream that stands still.
+                fair = not sequence.preemptions and sequence.bypassed < self.config.max_bypasses
+                if not fair or passed > self.config.lookahead:
+                    return
+                index += 1
+
+    def _budget(self, sequence: Sequence) -> int:
+        """Tokens of the next pass that are left for it, behind all decodes and the prefills of its class and above."""
+        ahead = sum(s.remaining - 1 for s in self._running if s.priority <= sequence.priority)
+        return self.config.max_num_batched_tokens - len(self._running) - ahead
+
+    def _match(self, sequence: Sequence) -> list[int]:
+        """Cached blocks of its known tokens, but never of the last one: its logits must be computed."""
+        if not self.pool.prefix_caching:
+            return []
+        limit = (len(sequence.tokens) - 1) // self.pool.block_size
+        return self.pool.match(self._keys(sequence, limit), limit)
+
+    def _expected(self, sequence: Sequence, hits: int) -> bool:
+        """Whether its first missing block is being computed by another of its rank or above: then it waits for that.
+
+        So the choices of one request, and a burst with one system prompt, compute their common prefix once.
+        """
+        if not self._coming or hits >= (len(sequence.tokens) - 1) // self.pool.block_size:
+            return False
+        owner = self._coming.get(sequence.block_keys[hits])
+        return owner is not None and owner.priority <= sequence.priority
+
+    def _make_room(self, sequence: Sequence, hits: list[int]) -> bool:
+        """Whether it can be admitted now; preempts sequences of lower classes where that is enough, else nothing."""
+        need = self.blocks_for(len(sequence.tokens)) - len(hits) + self.pool.idle(hits)
+        room, staying, shared = self.pool.available, len(self._running), frozenset(hits)
+        victims: list[Sequence] = []
+        while staying >= self.config.max_num_seqs or need + self._headroom(staying) > room:
+            victim = self._running[staying - 1] if staying else None
+            if victim is None or victim.priority <= sequence.priority:
+                return False
+            victims.append(victim)
+            staying -= 1
+            room += sum(1 for b in victim.block_table if self.pool.references(b) == 1 and b not in shared)
+        for victim in victims:
+            self._preempt(victim)
+        return True
+
+    def _headroom(self, running: int) -> int:
+        """Blocks that an admission leaves free: else the growth of those that run would soon undo it."""
+        return running + math.ceil(self.config.watermark * self.pool.num_blocks) if running else 0
+
+    def _start(self, sequence: Sequence, hits: list[int]) -> None:
+        self.pool.take(hits)
+        missing = self.blocks_for(len(sequence.tokens)) - len(hits)
+        sequence.block_table = hits + self.pool.allocate(missing)
+        sequence.computed = len(hits) * self.pool.block_size
+        sequence.bypassed = 0
+        sequence.state = SequenceState.RUNNING
+        insort(self._running, sequence, key=_rank)
+        if sequence.hit_tokens is None:
+            sequence.hit_tokens = sequence.computed
+            self.hit_tokens += sequence.computed
+            self.query_tokens += len(sequence.tokens)
+        if self.pool.prefix_caching:
+            full = len(sequence.tokens) // self.pool.block_size
+            for key in self._keys(sequence, full)[len(hits) : full]:
+                self._coming.setdefault(key, sequence)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._give_back(sequence)
+        sequence.state = SequenceState.WAITING
+        sequence.preemptions += 1
+        self.preemptions += 1
+        insort(self._waiting, sequence, key=_turn)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        for key in sequence.block_keys[sequence.computed // self.pool.block_size :]:
+            if self._coming.get(key) is sequence:
+                del self._coming[key]
+        self.pool.release(sequence.block_table)
+        sequence.block_table = []
+        sequence.computed = 0
+
+    def _plan(self) -> StepPlan:
+        spans: list[Span] = []
+        prefills: list[Sequence] = []
+        for sequence in self._running:
+            if sequence.remaining == 1:
+                spans.append(Span(sequence, sequence.computed, 1, True))
+            else:
+                prefills.append(sequence)
+        plan = StepPlan(spans=spans, decodes=len(spans))
+        budget = self.config.max_num_batched_tokens - len(spans)
+        for sequence in prefills:
+            if budget <= 0:
+                break
+            count = min(sequence.remaining, budget)
+            spans.append(Span(sequence, sequence.computed, count, count == sequence.remaining))
+            budget -= count
+        return plan
+
+    def _keys(self, sequence: Sequence, blocks: int) -> list[bytes]:
+        """Keys of its first full blocks, at least `blocks` of them."""
+        keys, size = sequence.block_keys, self.pool.block_size
+        for index in range(len(keys), blocks):
+            parent = keys[-1] if keys else root_key(sequence.adapter, sequence.cache_salt)
+            keys.append(child_key(parent, sequence.tokens[index * size : (index + 1) * size]))
+        return keys
+
+
+def _require(condition: bool, what: str) -> None:
+    # Not `assert`: the check must also work under `python -O`.
+    if not condition:
+        raise AssertionError(what)
