@@ -1,24 +1,24 @@
 """The error tree. Every error that a client can see is one of these.
 
-    RopewayError
-    ├── InvalidRequestError            400  the request is wrong; `param` names the field
-    │   ├── ContextLengthExceededError 400  prompt longer than the context or than the whole KV cache
-    │   └── UnsupportedParameterError  400  a field that is known and not served
-    ├── AuthenticationError            401
-    ├── PermissionDeniedError          403
-    ├── NotFoundError                  404
-    │   ├── ModelNotFoundError
-    │   └── JobNotFoundError
-    ├── ConflictError                  409
-    ├── JobGoneError                   410  the job's events have expired
-    ├── PayloadTooLargeError           413
-    ├── OverloadedError                429  a limit of the queue or of a tenant; `retry_after` in seconds
-    ├── ServiceUnavailableError        503  Redis is away, loading, full or read-only; `retry_after` in seconds
-    ├── JobError                       500  a job ended with an error
-    │   ├── JobExpiredError            504  its deadline passed
-    │   └── EngineError                500  this request made the engine fail; the batch went on
-    └── ProtocolError                  500  bytes on the wire that this version cannot read
-        └── VersionError
+RopewayError
+├── InvalidRequestError            400  the request is wrong; `param` names the field
+│   ├── ContextLengthExceededError 400  prompt longer than the context or than the whole KV cache
+│   └── UnsupportedParameterError  400  a field that is known and not served
+├── AuthenticationError            401
+├── PermissionDeniedError          403
+├── NotFoundError                  404
+│   ├── ModelNotFoundError
+│   └── JobNotFoundError
+├── ConflictError                  409
+├── JobGoneError                   410  the job's events have expired
+├── PayloadTooLargeError           413
+├── OverloadedError                429  a limit of the queue or of a tenant; `retry_after` in seconds
+├── ServiceUnavailableError        503  Redis is away, loading, full or read-only; `retry_after` in seconds
+├── JobError                       500  a job ended with an error
+│   ├── JobExpiredError            504  its deadline passed
+│   └── EngineError                500  this request made the engine fail; the batch went on
+└── ProtocolError                  500  bytes on the wire that this version cannot read
+    └── VersionError
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class RopewayError(Exception):
     type: ClassVar[str] = "server_error"
     code: ClassVar[str | None] = None
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None,
-                 retry_after: float | None = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, retry_after: float | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param

@@ -50,11 +50,17 @@ class PullBudget:
     Attributes:
         sequences, tokens: by class name.
         max_job_tokens: jobs of a higher cost are left for another worker.
+        idle: the caller holds no job at all, in no lane. Only then it may be given a job that has to run alone, and
+            one job whatever number of sequences it has.
+        suspects: how many more jobs it may take that a worker died with; keep it small, so that a job that kills its
+            worker takes few others along.
     """
 
     sequences: Mapping[str, int]
     tokens: Mapping[str, int]
     max_job_tokens: int
+    idle: bool = False
+    suspects: int = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +84,8 @@ class PulledJob:
         last_seq: sequence number of the last frame in its log; 0 for none.
         deadline_ms: Unix milliseconds of Redis's clock.
         queue_ms: from submit to this pull.
-        suspect: its last owner died while holding it.
+        suspect: a worker died while it held this job.
+        alone: it has to run alone: pull nothing, from no lane, until it has ended.
     """
 
     envelope: Envelope
@@ -88,16 +95,25 @@ class PulledJob:
     deadline_ms: int
     queue_ms: float
     suspect: bool
+    alone: bool = False
 
 
 @dataclass(slots=True)
 class Pulled:
-    """Answer of `pull`: jobs taken, and ids of those that ended there instead (`expired`, `cancelled`, `buried`)."""
+    """Answer of `pull`: jobs taken, and ids of those that ended there instead.
+
+    Attributes:
+        ended: expired, cancelled and buried ones, with their final status.
+        buried: those of `ended` that are dead letters now.
+        reclaimed: how many of `jobs` were taken from an owner that let its lease run out.
+        alone_waiting: jobs of this lane that wait for an idle worker, because they have to run alone.
+    """
 
     jobs: list[PulledJob] = field(default_factory=list)
     ended: dict[str, JobStatus] = field(default_factory=dict)
     buried: list[str] = field(default_factory=list)
     reclaimed: int = 0
+    alone_waiting: int = 0
 
 
 class Publication(Enum):

@@ -49,9 +49,17 @@ class JobId:
         Raises:
             JobNotFoundError: `text` is not an id, so there is no such job.
         """
+        job_id = cls.match(text)
+        if job_id is None:
+            raise JobNotFoundError("no job has this id", param="id")
+        return job_id
+
+    @classmethod
+    def match(cls, text: str) -> JobId | None:
+        """Take an id apart; None if `text` is not one."""
         match = _JOB_ID.match(text)
         if match is None or int(match["lane"]) >= MAX_LANES:
-            raise JobNotFoundError("no job has this id", param="id")
+            return None
         return cls(match["pool"], int(match["lane"]), match["unique"])
 
 
@@ -98,6 +106,11 @@ def dead(pool: str, lane: int) -> str:
 def outbox(pool: str, lane: int) -> str:
     """Stream of finished jobs that owe a webhook."""
     return f"{lane_tag(pool, lane)}:outbox"
+
+
+def last_pull(pool: str, lane: int, owner: str) -> str:
+    """String: what a worker's last pull from a lane gave it, in case the answer was lost on the way."""
+    return f"{lane_tag(pool, lane)}:pull:{owner}"
 
 
 def card(pool: str) -> str:
@@ -151,8 +164,9 @@ def lane_of(lanes: int, *, adapter: str | None, prompt_cache_key: str | None, to
 
 def home_lanes(owner: str, owners: Sequence[str], lanes: int) -> list[int]:
     """Lanes whose highest rendezvous weight among `owners` is `owner`'s (Thaler and Ravishankar, 1998)."""
-    return [lane for lane in range(lanes)
-            if max(owners, key=lambda o, n=lane: (_hash(f"{n}:{o}".encode()), o)) == owner]  # type: ignore[misc]
+    return [
+        lane for lane in range(lanes) if max(owners, key=lambda o, n=lane: (_hash(f"{n}:{o}".encode()), o)) == owner
+    ]  # type: ignore[misc]
 
 
 def _hash(data: bytes) -> int:

@@ -41,8 +41,9 @@ class ErrorInfo(msgspec.Struct, kw_only=True, frozen=True):
     @classmethod
     def of(cls, error: RopewayError) -> ErrorInfo:
         """The error as it is sent to a client."""
-        return cls(message=error.message, type=error.type, code=error.error_code, param=error.param,
-                   status=error.status)
+        return cls(
+            message=error.message, type=error.type, code=error.error_code, param=error.param, status=error.status
+        )
 
 
 class Envelope(msgspec.Struct, kw_only=True):
@@ -266,8 +267,12 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
 T = TypeVar("T", Envelope, Frame, Result, Card, TokenizerBundle, WorkerInfo)
 
 _LIMITS: Final[dict[type[Any], int]] = {
-    Envelope: MAX_ENVELOPE_BYTES, Frame: MAX_FRAME_BYTES, Result: MAX_RESULT_BYTES, Card: 1024 * 1024,
-    TokenizerBundle: MAX_TOKENIZER_BYTES, WorkerInfo: 1024 * 1024,
+    Envelope: MAX_ENVELOPE_BYTES,
+    Frame: MAX_FRAME_BYTES,
+    Result: MAX_RESULT_BYTES,
+    Card: 1024 * 1024,
+    TokenizerBundle: MAX_TOKENIZER_BYTES,
+    WorkerInfo: 1024 * 1024,
 }
 _DECODERS: Final[dict[type[Any], msgspec.msgpack.Decoder[Any]]] = {t: msgspec.msgpack.Decoder(t) for t in _LIMITS}
 
@@ -276,6 +281,7 @@ class _Version(msgspec.Struct):
     v: int
 
 
+_ERROR = msgspec.msgpack.Decoder(ErrorInfo)
 _VERSION = msgspec.msgpack.Decoder(_Version)
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -307,10 +313,28 @@ def decode(data: bytes, kind: type[T]) -> T:
         message: T = _DECODERS[kind].decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
         _check_version(data, kind)
-        raise ProtocolError(f"{kind.__name__} does not decode: {error}") from error
+        raise ProtocolError(f"{kind.__name__} does not decode{_place(error)}") from error
     if message.v != WIRE_VERSION:
         raise VersionError(f"{kind.__name__} has wire version {message.v}, this process speaks {WIRE_VERSION}")
     return message
+
+
+def decode_error(data: bytes) -> ErrorInfo:
+    """The error of a dead letter.
+
+    Raises:
+        ProtocolError: malformed.
+    """
+    try:
+        return _ERROR.decode(data)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise ProtocolError(f"ErrorInfo does not decode{_place(error)}") from error
+
+
+def _place(error: Exception) -> str:
+    """Where in the message the error is. msgspec's text can hold the value at fault, its path cannot."""
+    _, at, path = str(error).partition(" - at ")
+    return at + path
 
 
 def _check_version(data: bytes, kind: type[Any]) -> None:

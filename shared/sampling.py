@@ -87,8 +87,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=False):
         for name, ids in fields:
             for token in ids:
                 if not 0 <= token < vocab_size:
-                    raise InvalidRequestError(f"{name}: token id {token} is not in the vocabulary of {vocab_size} ids",
-                                              param=name)
+                    raise InvalidRequestError(
+                        f"{name}: token id {token} is not in the vocabulary of {vocab_size} ids", param=name
+                    )
         if self.logprobs is not None and self.logprobs > vocab_size:
             raise InvalidRequestError(f"logprobs: {self.logprobs} is more than the vocabulary", param="logprobs")
 
@@ -99,8 +100,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=False):
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, MAX_TOKEN_ID)
             if self.min_tokens > self.max_tokens:
-                raise InvalidRequestError(f"min_tokens: {self.min_tokens} is more than max_tokens, {self.max_tokens}",
-                                          param="min_tokens")
+                raise InvalidRequestError(
+                    f"min_tokens: {self.min_tokens} is more than max_tokens, {self.max_tokens}", param="min_tokens"
+                )
         if self.seed is not None:
             _integer("seed", self.seed, SEED_MIN, SEED_MAX)
         if self.logprobs is not None:
@@ -110,8 +112,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=False):
         if self.truncate_prompt_tokens is not None:
             _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_TOKEN_ID)
         if self.n > 1 and self.greedy:
-            raise InvalidRequestError("n: must be 1 when temperature is 0, since every choice would be the same",
-                                      param="n")
+            raise InvalidRequestError(
+                "n: must be 1 when temperature is 0, since every choice would be the same", param="n"
+            )
 
     def _check_distribution(self) -> None:
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -128,8 +131,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=False):
             _text("stop", text)
         if stops and not self.detokenize:
             raise InvalidRequestError("stop: stop strings need detokenize", param="stop")
-        for name, ids, most in (("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
-                                ("allowed_token_ids", self.allowed_token_ids, MAX_TOKEN_ID)):
+        for name, ids, most in (
+            ("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
+            ("allowed_token_ids", self.allowed_token_ids, MAX_TOKEN_ID),
+        ):
             if ids is not None:
                 _length(name, ids, most)
                 for token in ids:

@@ -33,14 +33,16 @@ class GatewaySettings(CommonSettings):
     max_queued_jobs: int | None = Field(10_000, ge=1, description="most queued jobs per lane; above it 429")
     max_queued_tokens: int | None = Field(None, ge=1, description="most queued tokens per lane; above it 429")
     deadline_s: float = Field(3600.0, gt=0, description="seconds until a job must have ended")
-    max_run_s: float = Field(600.0, gt=0, description="seconds past its deadline that a job's keys are kept while it runs")
+    max_run_s: float = Field(600.0, gt=0, description="seconds past its deadline that a running job's keys are kept")
     retention_s: float = Field(3600.0, gt=0, description="seconds that an ended job's result and events are kept")
-    disconnect_grace_s: float = Field(0.0, ge=0, description="seconds after a client went away until its job is cancelled")
+    disconnect_grace_s: float = Field(
+        0.0, ge=0, description="seconds until the job of a client that went away is cancelled"
+    )
     max_wait_s: float = Field(60.0, gt=0, description="longest ?wait= of a job")
-    stream_queue_frames: int = Field(256, ge=1, description="frames held per stream before a slow reader moves to the log")
+    stream_queue_frames: int = Field(256, ge=1, description="frames held per stream before a slow reader reads the log")
     keepalive_s: float = Field(15.0, gt=0, description="seconds of silence after which an SSE comment is sent")
     tokenizer_threads: int = Field(2, ge=1, description="threads that render and tokenize")
-    flush_ms: int = Field(100, ge=0, description="for answers that are not streamed: how long a worker may gather tokens")
+    flush_ms: int = Field(100, ge=0, description="where nothing is streamed: how long a worker may gather tokens")
     max_live_streams: int = Field(10_000, ge=1, description="most concurrent subscriptions; above it 429")
 
 

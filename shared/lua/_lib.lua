@@ -1,0 +1,131 @@
+-- Put in front of every script, behind its `#!lua` line.
+--
+-- Names that are known before the call come in KEYS. Names that depend on data (`job:<id>`, `ev:<id>`, the stream that
+-- holds a job's entry) are made here from the prefix of KEYS[1]: all of them carry the same hash tag, so they are in the
+-- same slot, and a script never leaves it.
+local PREFIX = string.match(KEYS[1], '^rw:{[^}]+}:')
+local GROUP = 'workers'
+local WIRE_VERSION = 1
+
+-- Microseconds of Redis's clock.
+local function now_us()
+  local time = redis.call('TIME')
+  return time[1] * 1000000 + time[2]
+end
+
+-- A number as Redis stores it: digits only, also above 1e15.
+local function int(number)
+  return string.format('%.0f', number)
+end
+
+-- Expiry (Unix ms) of a key that many jobs share: it may rise, never fall.
+local function keep_until(key, expires_ms)
+  if redis.call('PEXPIREAT', key, expires_ms, 'GT') == 0 then
+    redis.call('PEXPIREAT', key, expires_ms, 'NX')
+  end
+end
+
+-- Add to the exact counters of a state, `queued` or `running`: in total, and by class and bucket.
+local function count(state, class, bucket, jobs, tokens)
+  local stats, place = PREFIX .. 'stats', ':' .. class .. ':' .. bucket
+  redis.call('HINCRBY', stats, state .. '_jobs', jobs)
+  redis.call('HINCRBY', stats, state .. '_tokens', tokens)
+  redis.call('HINCRBY', stats, state .. '_jobs' .. place, jobs)
+  redis.call('HINCRBY', stats, state .. '_tokens' .. place, tokens)
+end
+
+-- The job's fields as a table, without envelope and result; nil if there is no such job.
+local function read_job(id)
+  local key = PREFIX .. 'job:' .. id
+  local v = redis.call('HMGET', key, 'status', 'owner', 'epoch', 'attempts', 'stream', 'entry', 'cancel', 'class',
+    'bucket', 'cost', 'seqs', 'prompt', 'seq', 'callback', 'deaths', 'alone_deaths', 'alone', 'deadline_ms',
+    'expires_ms', 'retention_ms', 'submitted_us')
+  if not (v[1] and v[5] and v[6] and v[8] and v[9]) then
+    return nil
+  end
+  return {
+    id = id, key = key, status = v[1], owner = v[2], epoch = tonumber(v[3]) or 0, attempts = tonumber(v[4]) or 0,
+    stream = v[5], entry = v[6], cancel = v[7] == '1', class = v[8], bucket = v[9], cost = tonumber(v[10]) or 0,
+    seqs = tonumber(v[11]) or 1, prompt = tonumber(v[12]) or 0, seq = tonumber(v[13]) or 0, callback = v[14] == '1',
+    deaths = tonumber(v[15]) or 0, alone_deaths = tonumber(v[16]) or 0, alone = v[17] == '1',
+    deadline_ms = tonumber(v[18]) or 0, expires_ms = v[19] or v[18], retention_ms = v[20] or '0',
+    submitted_us = tonumber(v[21]) or 0,
+  }
+end
+
+-- Acknowledged and deleted together, so that the streams hold exactly what is queued or running.
+local function remove_entry(stream, entry)
+  redis.call('XACK', PREFIX .. stream, GROUP, entry)
+  redis.call('XDEL', PREFIX .. stream, entry)
+end
+
+-- The end of a job that is queued or running: entry, counters, result, expiry, outbox.
+local function close(job, status, result)
+  remove_entry(job.stream, job.entry)
+  count(job.status, job.class, job.bucket, -1, -job.cost)
+  redis.call('HSET', job.key, 'status', status, 'result', result, 'finished_us', int(now_us()))
+  redis.call('PEXPIRE', job.key, job.retention_ms)
+  redis.call('PEXPIRE', PREFIX .. 'ev:' .. job.id, job.retention_ms)
+  if job.callback then
+    redis.call('XADD', PREFIX .. 'outbox', '*', 'id', job.id, 'status', status)
+  end
+end
+
+-- One choice per sequence as far as it was published. Log probabilities stay in the log.
+local function published(job)
+  local choices = {}
+  for i = 1, job.seqs do
+    choices[i] = { index = i - 1, token_ids = {}, pieces = {} }
+  end
+  for _, entry in ipairs(redis.call('XRANGE', PREFIX .. 'ev:' .. job.id, '-', '+')) do
+    local read, frame = pcall(cmsgpack.unpack, entry[2][2])
+    for _, delta in ipairs(read and type(frame) == 'table' and frame.choices or {}) do
+      local choice = choices[(delta.index or 0) + 1]
+      if choice then
+        for _, token in ipairs(delta.ids or {}) do
+          choice.token_ids[#choice.token_ids + 1] = token
+        end
+        choice.pieces[#choice.pieces + 1] = delta.text
+        choice.finish_reason = choice.finish_reason or delta.finish
+        choice.stop_reason = choice.stop_reason or delta.stop
+      end
+    end
+  end
+  return choices
+end
+
+-- End a job here, with no worker: last frame, result, and whatever `close` does. The fence rises, so that an owner that
+-- is still about can publish nothing more. `failure` is nil for a cancelled job.
+local function end_here(job, status, failure)
+  local epoch, seq, tokens = job.epoch + 1, job.seq + 1, 0
+  local choices, open = published(job), {}
+  for _, choice in ipairs(choices) do
+    choice.text = table.concat(choice.pieces)
+    choice.pieces = nil
+    tokens = tokens + #choice.token_ids
+    if not choice.finish_reason then
+      choice.finish_reason = failure and 'error' or 'abort'
+      open[#open + 1] = { index = choice.index, offset = #choice.token_ids, finish = choice.finish_reason }
+    end
+  end
+  local usage = { prompt_tokens = job.prompt, completion_tokens = tokens, cached_tokens = 0 }
+  local frame = cmsgpack.pack({
+    v = WIRE_VERSION, seq = seq, epoch = epoch, kind = failure and 'error' or 'done', status = status, usage = usage,
+    choices = open, error = failure,
+  })
+  local result = cmsgpack.pack({
+    v = WIRE_VERSION, id = job.id, status = status, choices = choices, usage = usage, error = failure,
+  })
+  local log = PREFIX .. 'ev:' .. job.id
+  redis.call('XADD', log, int(seq) .. '-0', 'f', frame)
+  redis.call('PUBLISH', log, frame)
+  redis.call('HSET', job.key, 'seq', seq, 'epoch', epoch, 'owner', '')
+  close(job, status, result)
+end
+
+-- Keep a job that is given up for an operator, and end it with an error.
+local function bury(job, reason, failure)
+  redis.call('XADD', PREFIX .. 'dead', 'MAXLEN', '~', 10000, '*', 'id', job.id, 'reason', reason,
+    'attempts', job.attempts, 'error', cmsgpack.pack(failure))
+  end_here(job, 'failed', failure)
+end

@@ -1,0 +1,44 @@
+#!lua flags=allow-oom
+-- Append frames to a job's log and send them; the last one ends the job. Calling it again is harmless.
+--
+-- KEYS  1 job hash  2 log and channel  3 stats  4 outbox
+-- ARGV  1 id  2 owner  3 epoch  4 sequence number of the first frame  5 number of frames  6... frames,
+--       then for the last frame of a job: final status, result
+-- Answers 0 fine, 1 fine and somebody asked for the job's end, 2 fenced: nothing written.
+local key, log = KEYS[1], KEYS[2]
+local first, frames = tonumber(ARGV[4]), tonumber(ARGV[5])
+local status, result = ARGV[6 + frames], ARGV[7 + frames]
+local last = first + frames - 1
+local held = redis.call('HMGET', key, 'owner', 'epoch', 'status', 'seq', 'cancel')
+if held[1] ~= ARGV[2] or held[2] ~= ARGV[3] then
+  return 2
+end
+local seq = tonumber(held[4]) or 0
+if held[3] ~= 'running' then
+  -- A repeat of what ended the job, because its answer was lost, is a success.
+  return last <= seq and held[3] ~= 'queued' and 0 or 2
+end
+if first > seq + 1 then
+  return redis.error_reply('RWGAP frame ' .. ARGV[4] .. ' follows frame ' .. int(seq))
+end
+if status and (frames == 0 or not result) then
+  return redis.error_reply('RWARG publish: the end of a job needs a frame and a result')
+end
+
+local appended = math.max(0, last - seq)
+for n = frames - appended + 1, frames do
+  local frame = ARGV[5 + n]
+  redis.call('XADD', log, int(first + n - 1) .. '-0', 'f', frame)
+  redis.call('PUBLISH', log, frame)
+end
+if appended > 0 then
+  redis.call('HSET', key, 'seq', int(last))
+end
+if status then
+  close(read_job(ARGV[1]), status, result)
+  return 0
+end
+if appended > 0 and redis.call('XLEN', log) == appended then
+  redis.call('PEXPIREAT', log, redis.call('HGET', key, 'expires_ms'))
+end
+return held[5] == '1' and 1 or 0

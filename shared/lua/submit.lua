@@ -1,0 +1,45 @@
+#!lua
+-- Accept a job, or say why not. The same id again changes nothing.
+--
+-- KEYS  1 job hash  2 queue stream  3 stats
+-- ARGV  1 id  2 envelope  3 class  4 bucket  5 cost in tokens  6 sequences  7 prompt tokens
+--       8 deadline, 9 longest run past it, 10 retention, all in ms from now
+--       11 most queued jobs, 12 most queued tokens of the lane (-1: no limit)
+--       13 1 if a webhook is owed  14 wake channel  15 lane number
+-- Answers {code, queued jobs, queued tokens}; code 0 accepted, 1 known already, 2 a limit is reached: nothing written.
+local key, stream, stats = KEYS[1], KEYS[2], KEYS[3]
+local cost, deadline, run, retention = tonumber(ARGV[5]), tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
+local max_jobs, max_tokens = tonumber(ARGV[11]), tonumber(ARGV[12])
+if not (cost and deadline and run and retention and max_jobs and max_tokens and tonumber(ARGV[6]) and tonumber(ARGV[7])) then
+  return redis.error_reply('RWARG submit: a number is missing')
+end
+if not string.match(stream, ':q:' .. ARGV[3] .. ':' .. ARGV[4] .. '$') then
+  return redis.error_reply('RWARG submit: the stream is not that of the class and bucket')
+end
+
+local load = redis.call('HMGET', stats, 'queued_jobs', 'queued_tokens')
+local jobs, tokens = tonumber(load[1]) or 0, tonumber(load[2]) or 0
+if redis.call('EXISTS', key) == 1 then
+  return { 1, jobs, tokens }
+end
+if (max_jobs >= 0 and jobs + 1 > max_jobs) or (max_tokens >= 0 and tokens + cost > max_tokens) then
+  return { 2, jobs, tokens }
+end
+
+local now = now_us()
+local deadline_ms = math.floor(now / 1000) + deadline
+local expires_ms = int(deadline_ms + run + retention)
+if redis.call('EXISTS', stream) == 0 then
+  redis.call('XGROUP', 'CREATE', stream, GROUP, '0', 'MKSTREAM')
+end
+local entry = redis.call('XADD', stream, '*', 'id', ARGV[1], 'cost', ARGV[5])
+redis.call('HSET', key, 'env', ARGV[2], 'status', 'queued', 'owner', '', 'epoch', 0, 'attempts', 0,
+  'stream', string.sub(stream, #PREFIX + 1), 'entry', entry, 'class', ARGV[3], 'bucket', ARGV[4], 'cost', ARGV[5],
+  'seqs', ARGV[6], 'prompt', ARGV[7], 'seq', 0, 'callback', ARGV[13], 'deadline_ms', int(deadline_ms),
+  'expires_ms', expires_ms, 'retention_ms', ARGV[10], 'submitted_us', int(now))
+redis.call('PEXPIREAT', key, expires_ms)
+count('queued', ARGV[3], ARGV[4], 1, cost)
+keep_until(stream, expires_ms)
+keep_until(stats, expires_ms)
+redis.call('PUBLISH', ARGV[14], ARGV[15])
+return { 0, jobs + 1, tokens + cost }

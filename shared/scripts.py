@@ -1,0 +1,294 @@
+"""The Lua scripts: loading, calls with their keys and arguments, answers as plain types.
+
+A call is a value, so that one of them runs alone or in a pipeline, from async or from sync code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from importlib.resources import files
+from typing import Any, Final
+
+import msgspec
+
+from shared import keys
+from shared.errors import OverloadedError, ProtocolError
+from shared.jobs import (
+    LaneLimits,
+    Lease,
+    Lifetime,
+    Owned,
+    Publication,
+    Publish,
+    PullBudget,
+    Pulled,
+    PulledJob,
+    Submitted,
+)
+from shared.keys import CLASSES, JobId
+from shared.protocol import Envelope, JobStatus, decode, encode
+
+#: Seconds after which it makes sense to submit again to a lane that is full.
+QUEUE_FULL_RETRY_S: Final = 1.0
+
+_PUBLICATIONS: Final = (Publication.FINE, Publication.CANCELLED, Publication.FENCED)
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A script as the server gets it. `sha` is its SHA-1, by which it is called."""
+
+    name: str
+    text: str
+    sha: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One EVALSHA. `command` is complete; `script` is loaded where the server does not know it."""
+
+    script: Script
+    command: tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class PullAnswer:
+    """`pull` as it came: `broken` are jobs, now the caller's, whose envelopes do not decode."""
+
+    token: bytes = b""
+    pulled: Pulled = field(default_factory=Pulled)
+    broken: list[tuple[Owned, ProtocolError]] = field(default_factory=list)
+
+
+@cache
+def load(name: str) -> Script:
+    """The script `lua/<name>.lua`: its `#!lua` line, then the common prelude, then the rest.
+
+    Raises:
+        FileNotFoundError: there is no such script.
+    """
+    folder = files("shared").joinpath("lua")
+    header, _, body = folder.joinpath(f"{name}.lua").read_text("utf-8").partition("\n")
+    text = f"{header}\n{folder.joinpath('_lib.lua').read_text('utf-8')}{body}"
+    return Script(name, text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+def submit(envelope: Envelope, lifetime: Lifetime, limits: LaneLimits) -> Call:
+    """Accept a job.
+
+    Raises:
+        ProtocolError: the envelope is too large, or its id or class is malformed.
+    """
+    job_id = parse_id(envelope.id)
+    if envelope.job_class not in CLASSES:
+        raise ProtocolError("the envelope's class is none of high, normal, batch")
+    bucket = keys.bucket_of(envelope.tenant)
+    queue = keys.queue(job_id.pool, job_id.lane, envelope.job_class, bucket)
+    return _call(
+        "submit",
+        [keys.job(job_id), queue, keys.stats(job_id.pool, job_id.lane)],
+        [
+            envelope.id,
+            encode(envelope),
+            envelope.job_class,
+            bucket,
+            envelope.cost_tokens,
+            envelope.sequences,
+            len(envelope.prompt_token_ids),
+            _ms(lifetime.deadline_s),
+            _ms(lifetime.max_run_s),
+            _ms(lifetime.retention_s),
+            -1 if limits.max_queued_jobs is None else limits.max_queued_jobs,
+            -1 if limits.max_queued_tokens is None else limits.max_queued_tokens,
+            int(envelope.callback_url is not None),
+            keys.wake(job_id.pool),
+            job_id.lane,
+        ],
+    )
+
+
+def parse_submit(answer: Any) -> Submitted:
+    """Raises OverloadedError where a limit of the lane was reached; then nothing was written."""
+    code, jobs, tokens = answer
+    if code == 2:
+        raise OverloadedError(
+            f"the queue is full: {jobs} jobs with {tokens} tokens are waiting", retry_after=QUEUE_FULL_RETRY_S
+        )
+    return Submitted(duplicate=code == 1, queued_jobs=jobs, queued_tokens=tokens)
+
+
+def pull(pool: str, lane: int, owner: str, budget: PullBudget, lease: Lease, seen: bytes) -> Call:
+    """Take jobs from a lane. `seen` is the token of the last answer that arrived."""
+    names = _pull_keys(pool, lane)
+    return _call(
+        "pull",
+        [names[0], keys.last_pull(pool, lane, owner), *names[1:]],
+        [
+            owner,
+            seen,
+            lease.lease_ms,
+            lease.max_attempts,
+            int(lease.reclaim),
+            int(lease.charge),
+            int(budget.idle),
+            budget.suspects,
+            budget.max_job_tokens,
+            *(budget.sequences.get(c, 0) for c in CLASSES),
+            *(budget.tokens.get(c, 0) for c in CLASSES),
+        ],
+    )
+
+
+def parse_pull(answer: Any) -> PullAnswer:
+    """The answer with its envelopes decoded."""
+    if answer is None:
+        return PullAnswer()
+    token, jobs, ended, buried, reclaimed, alone_waiting = answer
+    parsed = PullAnswer(token=token)
+    for job in jobs:
+        try:
+            parsed.pulled.jobs.append(_pulled_job(job))
+        except ProtocolError as error:
+            parsed.broken.append((Owned(job[0].decode(), job[2]), error))
+    for job_id, status in zip(ended[::2], ended[1::2], strict=True):
+        parsed.pulled.ended[job_id.decode()] = parse_status(status)
+    parsed.pulled.buried = [job_id.decode() for job_id in buried]
+    parsed.pulled.reclaimed = reclaimed
+    parsed.pulled.alone_waiting = alone_waiting
+    return parsed
+
+
+def _pulled_job(job: Sequence[Any]) -> PulledJob:
+    job_id, data, epoch, attempts, seq, deadline_ms, queue_us, suspect, alone = job
+    envelope = decode(data, Envelope)
+    if envelope.id != job_id.decode():
+        raise ProtocolError("the envelope is that of another job")
+    return PulledJob(
+        envelope=envelope,
+        epoch=epoch,
+        attempts=attempts,
+        last_seq=seq,
+        deadline_ms=deadline_ms,
+        queue_ms=queue_us / 1000,
+        suspect=bool(suspect),
+        alone=bool(alone),
+    )
+
+
+def publish(item: Publish) -> Call:
+    """Append frames to a job's log, and end it where `ending` is set."""
+    job_id = parse_id(item.job_id)
+    job_key, events, stats, _, outbox = _job_keys(job_id)
+    ending = () if item.ending is None else (item.ending.status, item.ending.result)
+    return _call(
+        "publish",
+        [job_key, events, stats, outbox],
+        [item.job_id, item.owner, item.epoch, item.first_seq, len(item.frames), *item.frames, *ending],
+    )
+
+
+def renew(owner: str, job: Owned) -> Call:
+    """Keep a job for another lease."""
+    return _call("renew", [keys.job(parse_id(job.job_id))], [owner, job.epoch])
+
+
+def parse_publication(answer: Any) -> Publication:
+    """Answer of `publish` and `renew`."""
+    return _PUBLICATIONS[answer]
+
+
+def release(owner: str, job: Owned) -> Call:
+    """Give a job back."""
+    job_id = parse_id(job.job_id)
+    job_key, events, stats, _, outbox = _job_keys(job_id)
+    return _call(
+        "release",
+        [job_key, keys.resume(job_id.pool, job_id.lane), stats, events, outbox],
+        [job.job_id, owner, job.epoch, keys.wake(job_id.pool), job_id.lane],
+    )
+
+
+def cancel(job_id: JobId) -> Call:
+    """End a queued job, flag a running one."""
+    job_key, events, stats, _, outbox = _job_keys(job_id)
+    message = msgspec.msgpack.encode({"op": "cancel", "id": str(job_id)})
+    return _call("cancel", [job_key, events, stats, outbox], [str(job_id), keys.control(job_id.pool), message])
+
+
+def bury(owner: str, job: Owned, error: ProtocolError) -> Call:
+    """Give up a job whose envelope does not decode."""
+    return _call(
+        "bury",
+        list(_job_keys(parse_id(job.job_id))),
+        [
+            job.job_id,
+            owner,
+            job.epoch,
+            "envelope does not decode",
+            "the job's envelope cannot be read by this version",
+            error.error_code or "protocol_error",
+        ],
+    )
+
+
+def forget(pool: str, lane: int, owner: str) -> Call:
+    """Delete a consumer where nothing is pending on it."""
+    return _call("forget", [keys.last_pull(pool, lane, owner), *keys.lane_streams(pool, lane)], [owner])
+
+
+def join(pool: str, agreement: str, card: bytes, bundle: bytes, replace: str) -> Call:
+    """Write the pool's card if there is none, or if it is the one that may be replaced."""
+    return _call(
+        "join", [keys.card(pool), keys.tokenizer(pool), keys.workers(pool)], [agreement, card, bundle, replace]
+    )
+
+
+def heartbeat(pool: str, owner: str, info: bytes, ttl_ms: int) -> Call:
+    """A worker's sign of life."""
+    return _call("heartbeat", [keys.worker(pool, owner), keys.workers(pool)], [owner, info, ttl_ms])
+
+
+def parse_id(text: str) -> JobId:
+    """A job id out of a message.
+
+    Raises:
+        ProtocolError: it is malformed.
+    """
+    job_id = JobId.match(text)
+    if job_id is None:
+        raise ProtocolError("a job id is malformed")
+    return job_id
+
+
+def parse_status(data: bytes) -> JobStatus:
+    """A job's status as the hash has it."""
+    status: JobStatus = data.decode()  # type: ignore[assignment]
+    return status
+
+
+def _job_keys(job_id: JobId) -> tuple[str, str, str, str, str]:
+    tag = keys.lane_tag(job_id.pool, job_id.lane)
+    return f"{tag}:job:{job_id}", f"{tag}:ev:{job_id}", f"{tag}:stats", f"{tag}:dead", f"{tag}:outbox"
+
+
+@lru_cache(maxsize=1024)
+def _pull_keys(pool: str, lane: int) -> tuple[str, ...]:
+    """Stats, resume, the class streams in order, dead letters, outbox."""
+    return (
+        keys.stats(pool, lane),
+        *keys.lane_streams(pool, lane),
+        keys.dead(pool, lane),
+        keys.outbox(pool, lane),
+    )
+
+
+def _call(name: str, names: Sequence[str], arguments: Sequence[Any]) -> Call:
+    script = load(name)
+    return Call(script, ("EVALSHA", script.sha, len(names), *names, *arguments))
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
