@@ -1,0 +1,92 @@
+"""The command `ropeway`."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from typing import Annotated
+
+import typer
+
+import ropeway
+from ropeway.console import fail_missing, out
+
+app = typer.Typer(
+    name="ropeway",
+    help="Message-queue-driven inference for language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+#: The extra that each command needs.
+_EXTRAS = {"gateway": "gateway", "worker": "worker", "serve": "demo", "demo": "demo", "config": "gateway"}
+
+
+@app.command()
+def version() -> None:
+    """Show the version."""
+    out.print(f"ropeway {ropeway.__version__} (Python {platform.python_version()})")
+
+
+@app.command()
+def submit(
+    prompt: Annotated[str, typer.Argument(help="The question; - reads it from standard input.")],
+    model: Annotated[str | None, typer.Option(help="Model; unset: the first that the gateway lists.")] = None,
+    url: Annotated[str, typer.Option(envvar="ROPEWAY_URL", help="The gateway.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[str | None, typer.Option(envvar="ROPEWAY_API_KEY", help="API key.", show_envvar=True)] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text; no chat template around it.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the answer as it comes.")] = False,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the answer, or print the job's id.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the job, or each event, as JSON.")] = False,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of the answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
+) -> None:
+    """Submit a job to a gateway over HTTP, and print its answer."""
+    from ropeway.submit import Order
+    from ropeway.submit import submit as run
+
+    parameters = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    run(
+        Order(
+            prompt=sys.stdin.read() if prompt == "-" else prompt,
+            url=url,
+            api_key=api_key,
+            model=model,
+            raw=raw,
+            stream=stream,
+            wait=wait,
+            as_json=as_json,
+            parameters={name: value for name, value in parameters.items() if value is not None},
+        )
+    )
+
+
+def _add_processes() -> None:
+    """The commands made of settings; where their libraries are missing, they only say which extra brings them."""
+    try:
+        from ropeway.processes import commands
+    except ModuleNotFoundError as error:
+        for name, extra in _EXTRAS.items():
+            _add_unavailable(name, extra, error)
+    else:
+        app.add_typer(commands)
+
+
+def _add_unavailable(name: str, extra: str, error: ModuleNotFoundError) -> None:
+    @app.command(name, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+    def unavailable() -> None:
+        fail_missing(error, extra)
+
+    unavailable.__doc__ = f"Needs pip install 'ropeway[{extra}]'."
+
+
+_add_processes()
+
+
+def main() -> None:
+    """Entry point of the command."""
+    app()

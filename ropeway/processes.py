@@ -1,0 +1,110 @@
+"""The commands whose options are the settings of our processes. Needs pydantic, which comes with every extra."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ropeway import embedded
+from ropeway.console import fail, fail_missing, out
+from ropeway.options import Given, build, with_settings
+from shared.settings import CommonSettings, GatewaySettings, WorkerSettings
+
+commands = typer.Typer()
+
+
+@commands.command("gateway")
+@with_settings(GatewaySettings)
+def gateway_command(given: Given) -> None:
+    """Run the HTTP gateway."""
+    settings = build(GatewaySettings, given)
+    try:
+        from gateway.main import run
+    except ModuleNotFoundError as error:
+        fail_missing(error, "gateway")
+    run(settings)
+
+
+@commands.command("worker")
+@with_settings(WorkerSettings)
+def worker_command(given: Given) -> None:
+    """Run a worker: it pulls jobs and generates."""
+    settings = build(WorkerSettings, given)
+    try:
+        from worker.main import run
+    except ModuleNotFoundError as error:
+        fail_missing(error, "worker")
+    run(settings)
+
+
+@commands.command("serve")
+@with_settings(GatewaySettings, WorkerSettings)
+def serve_command(
+    given: Given,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Where the embedded Redis keeps jobs; unset: the user's data folder.")
+    ] = None,
+) -> None:
+    """Run Redis, a gateway and a worker together.
+
+    Without --redis (or ROPEWAY_REDIS_URL) an embedded server is started, whose jobs survive a restart.
+    """
+    _needs("fastapi", "gateway")
+    from ropeway.serve import serve
+
+    rest = dict(given)
+    redis_url = rest.pop("redis_url", None) or os.environ.get("ROPEWAY_REDIS_URL")
+    try:
+        serve(rest, redis_url, data_dir or embedded.default_data_dir())
+    except embedded.EmbeddedRedisError as error:
+        fail(str(error))
+
+
+@commands.command("demo")
+@with_settings(WorkerSettings)
+def demo_command(
+    given: Given,
+    prompt: Annotated[str | None, typer.Option(help="What to ask; unset: a question about ropeways.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 96,
+) -> None:
+    """Ask one question through the whole system, show the answer and what it took.
+
+    Without --redis a server of its own is started, whatever ROPEWAY_REDIS_URL says.
+    """
+    _needs("fastapi", "gateway")
+    from ropeway.demo import DEFAULT_PROMPT, Question, demo
+
+    rest = dict(given)
+    demo(rest, rest.pop("redis_url", None), Question(prompt or DEFAULT_PROMPT, max_tokens))
+
+
+@commands.command("config")
+def config_command(
+    process: Annotated[
+        Literal["gateway", "worker"] | None, typer.Argument(help="One process only.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Show every setting: value, default, environment variable, meaning."""
+    from ropeway.settings_table import entries, tables
+
+    classes: dict[str, type[CommonSettings]] = {"gateway": GatewaySettings, "worker": WorkerSettings}
+    found = {name: entries(cls) for name, cls in classes.items() if process in (None, name)}
+    if as_json:
+        plain = {name: [dataclasses.asdict(entry) for entry in rows] for name, rows in found.items()}
+        out.out(json.dumps(plain, indent=2), highlight=False)
+        return
+    for table in tables(found):
+        out.print(table)
+
+
+def _needs(module: str, extra: str) -> None:
+    """Fail early where a child process would."""
+    if importlib.util.find_spec(module) is None:
+        fail_missing(ModuleNotFoundError(name=module), extra)

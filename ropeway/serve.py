@@ -1,0 +1,159 @@
+"""All in one: Redis, a gateway and a worker as child processes of one supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import shlex
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import httpx
+
+from ropeway.client import APIError, AsyncClient
+from ropeway.console import err, fail, out
+from ropeway.embedded import EmbeddedRedis, EmbeddedRedisError
+from ropeway.options import Given, as_environment, build
+from ropeway.supervise import ChildEndedError, InterruptedBySignalError, Spec, Supervisor
+from shared.connect import mask
+from shared.settings import GatewaySettings, WorkerSettings
+
+_PROBE_S = 0.1
+#: Seconds that children have to end beyond the worker's own grace period.
+_STOP_MARGIN_S = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where everything listens, and with which settings it runs."""
+
+    gateway: GatewaySettings
+    worker: WorkerSettings
+    given: Given
+
+    @classmethod
+    def of(cls, given: Given, redis_url: str) -> Layout:
+        """Settings of both processes; port 0 becomes a free one, since both sides must know it."""
+        given = {**given, "redis_url": redis_url}
+        gateway, worker = build(GatewaySettings, given), build(WorkerSettings, given)
+        given["port"] = gateway.port or _free_port(gateway.host)
+        given["health_port"] = worker.health_port or _free_port(worker.health_host)
+        return cls(build(GatewaySettings, given), build(WorkerSettings, given), given)
+
+    @property
+    def url(self) -> str:
+        """Where a client on this machine finds the gateway."""
+        return _url(self.gateway.host, self.gateway.port)
+
+    def client(self) -> AsyncClient:
+        """A client of the gateway, with the first of its API keys."""
+        keys = self.gateway.api_keys
+        return AsyncClient(self.url, api_key=keys[0].get_secret_value() if keys else None)
+
+    def supervisor(self, redis: EmbeddedRedis | None, output: IO[bytes] | None = None) -> Supervisor:
+        """What runs gateway and worker, and watches the embedded server."""
+        env = {**os.environ, **as_environment(self.given)}
+        return Supervisor(
+            [Spec("gateway", ["gateway"], env), Spec("worker", ["worker"], env, restart=True)],
+            stop_s=self.worker.grace_s + _STOP_MARGIN_S,
+            output=output,
+            watched={} if redis is None else {"Redis": redis.poll},
+        )
+
+    async def ready(self) -> None:
+        """Wait until the gateway takes requests and the worker has its model."""
+        async with httpx.AsyncClient(timeout=5.0, trust_env=False) as http:
+            await _answers(http, f"{self.url}/ready")
+            await _answers(http, f"{_url(self.worker.health_host, self.worker.health_port)}/health")
+
+
+@contextlib.contextmanager
+def redis_for(url: str | None, data_dir: Path | None) -> Iterator[tuple[str, EmbeddedRedis | None]]:
+    """The given Redis, or an embedded one: with jobs kept in `data_dir`, or for this once where that is None."""
+    if url is not None:
+        yield url, None
+        return
+    try:
+        embedded = EmbeddedRedis(data_dir)
+        embedded.start()
+    except EmbeddedRedisError as error:
+        fail(str(error))
+    try:
+        yield embedded.url, embedded
+    finally:
+        embedded.stop()
+
+
+def serve(given: Given, redis_url: str | None, data_dir: Path) -> None:
+    """Run until a signal comes or a part ends for good."""
+    with redis_for(redis_url, data_dir) as (url, embedded):
+        layout = Layout.of(given, url)
+        supervisor = layout.supervisor(embedded)
+        try:
+            asyncio.run(supervisor.run(_announce(layout, supervisor, embedded)))
+        except InterruptedBySignalError as error:
+            err.print(f"ropeway: ended by {error}")
+        except ChildEndedError as error:
+            fail(str(error), error.exit_code)
+
+
+async def _announce(layout: Layout, supervisor: Supervisor, embedded: EmbeddedRedis | None) -> None:
+    """Say where it is and how to use it, then stay until cancelled."""
+    await layout.ready()
+    supervisor.mark_ready()
+    model = await _first_model(layout)
+    where = f"in {embedded.data_dir}" if embedded is not None else f"in {mask(layout.gateway.redis_url)}"
+    out.print(f"\nRopeway serves [bold]{model}[/] on [bold]{layout.url}[/] (jobs {where})\n", soft_wrap=True)
+    out.print(_example(layout, model), markup=False, soft_wrap=True)
+    out.file.flush()
+    await asyncio.Event().wait()
+
+
+async def _first_model(layout: Layout) -> str:
+    async with layout.client() as client:
+        try:
+            names = await client.models()
+        except APIError as error:
+            fail(f"the gateway does not list its models: {error}")
+    return names[0] if names else layout.worker.model
+
+
+def _example(layout: Layout, model: str) -> str:
+    body = {"model": model, "stream": True, "messages": [{"role": "user", "content": "What is a ropeway?"}]}
+    lines = [f"curl -N {layout.url}/v1/chat/completions -H 'Content-Type: application/json'"]
+    if layout.gateway.api_keys:
+        lines.append('-H "Authorization: Bearer $YOUR_KEY"')
+    lines.append(f"-d {shlex.quote(json.dumps(body))}")
+    return "  " + " \\\n    ".join(lines) + "\n"
+
+
+async def _answers(http: httpx.AsyncClient, url: str) -> None:
+    """Return once the address answers 200. There is no time limit: a model may have to be fetched first."""
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            if (await http.get(url)).status_code == httpx.codes.OK:
+                return
+        await asyncio.sleep(_PROBE_S)
+
+
+def _url(host: str, port: int) -> str:
+    """URL from this machine of what listens on an address."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _free_port(host: str) -> int:
+    """A port that is free now. Another program may take it before the child does, which then ends with an error."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((host, 0))
+            port: int = probe.getsockname()[1]
+            return port
+    except OSError as error:
+        fail(f"cannot listen on {host}: {error}")

@@ -1,0 +1,73 @@
+"""What `ropeway config` shows: every setting of each process, with the value that it has now."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import SecretStr
+from rich.markup import escape
+from rich.table import Table
+
+from ropeway.options import build, env_name
+from shared.connect import mask
+from shared.settings import CommonSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One setting; `value` and `default` as JSON holds them, secrets masked."""
+
+    name: str
+    env: str
+    value: Any
+    default: Any
+    description: str
+
+
+def entries(cls: type[CommonSettings]) -> list[Entry]:
+    """The settings of one process, in the order of the class."""
+    settings = build(cls, {})
+    return [
+        Entry(
+            name,
+            env_name(cls, name),
+            _shown(name, getattr(settings, name)),
+            _shown(name, field.get_default(call_default_factory=True, validated_data={})),
+            field.description or "",
+        )
+        for name, field in cls.model_fields.items()
+    ]
+
+
+def tables(processes: Mapping[str, Sequence[Entry]]) -> list[Table]:
+    """One table per process; values that differ from the default are set off."""
+    made = []
+    for process, rows in processes.items():
+        table = Table(title=f"ropeway {process}", title_justify="left")
+        table.add_column("environment variable", no_wrap=True)
+        for column in ("value", "default", "meaning"):
+            table.add_column(column, overflow="fold")
+        for row in rows:
+            style = None if row.value == row.default else "bold yellow"
+            cells = (row.env, _text(row.value), _text(row.default), row.description)
+            table.add_row(*(escape(cell) for cell in cells), style=style)
+        made.append(table)
+    return made
+
+
+def _shown(name: str, value: Any) -> Any:
+    if isinstance(value, SecretStr):
+        return "**********" if value.get_secret_value() else ""
+    if isinstance(value, list):
+        return [_shown(name, item) for item in value]
+    if name.endswith("_url") and value is not None:
+        return mask(str(value))
+    return value if isinstance(value, bool | int | float | str | None) else str(value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "" if value is None else str(value)

@@ -1,0 +1,87 @@
+"""`ropeway submit`: one prompt over HTTP, for shells and scripts. The answer goes to standard output, and only that."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import httpx
+
+from ropeway.client import APIError, Client, Job
+from ropeway.console import err, fail, out
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """What to submit, where, and what to wait for."""
+
+    prompt: str
+    url: str
+    api_key: str | None
+    model: str | None
+    raw: bool
+    stream: bool
+    wait: bool
+    as_json: bool
+    parameters: dict[str, Any]
+
+
+def submit(order: Order) -> None:
+    """Submit a job; print its answer, or without waiting its id. Exit code 1 where it is refused or fails."""
+    try:
+        with Client(order.url, api_key=order.api_key) as client:
+            _submit(client, order)
+    except APIError as error:
+        field = f" ({error.param})" if error.param else ""
+        fail(f"{error}{field}")
+    except httpx.TransportError as error:
+        fail(f"cannot reach {order.url}: {error or type(error).__name__}")
+    except httpx.InvalidURL as error:
+        fail(f"{order.url} is not a URL: {error}")
+
+
+def _submit(client: Client, order: Order) -> None:
+    model = order.model or _first(client.models())
+    job = client.submit(order.prompt, model=model, raw=order.raw, **order.parameters)
+    if not order.wait and not order.stream:
+        _print(json.dumps(job.data) if order.as_json else job.id)
+        return
+    try:
+        if order.stream:
+            job = _follow(client, job, order)
+        else:
+            job = client.wait(job.id)
+            _print(json.dumps(job.data) if order.as_json else job.text)
+    except KeyboardInterrupt:
+        client.cancel(job.id)
+        err.print(f"ropeway: job {job.id} cancelled")
+        fail("interrupted", 130)
+    if job.error is not None:
+        raise job.error
+    if job.status != "completed":
+        fail(f"job {job.id} is {job.status}")
+
+
+def _follow(client: Client, job: Job, order: Order) -> Job:
+    """Print events, or their text, as they come; answers the ended job."""
+    for event in client.events(job.id):
+        if order.as_json:
+            _print(json.dumps(event.data))
+        else:
+            out.print(event.text(), end="", markup=False, soft_wrap=True)
+            out.file.flush()
+    if not order.as_json:
+        _print("")
+    return client.wait(job.id, timeout=10.0)
+
+
+def _first(models: list[str]) -> str:
+    if not models:
+        fail("the gateway has no model yet; start a worker, or name one with --model")
+    return models[0]
+
+
+def _print(line: str) -> None:
+    """As it is: no markup, no wrapping, no colour, so that pipes get exactly this."""
+    out.out(line, highlight=False)
