@@ -21,6 +21,7 @@ class ChoiceWriter:
         "_ends",
         "_matcher",
         "_owed",
+        "_published",
         "_sequence",
         "_stream",
         "_surplus",
@@ -40,6 +41,8 @@ class ChoiceWriter:
         # Text that a resumed choice has and that was not published, or characters published beyond what is certain.
         self._owed = ""
         self._surplus = 0
+        # Ids given out; behind the sequence's own count only after a failure.
+        self._published = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
 
@@ -49,13 +52,13 @@ class ChoiceWriter:
         Raises:
             EngineError: the request asks for log probabilities and there is none.
         """
-        offset = self._sequence.output_len
         logprobs: list[LogprobEntry] | None = None
         if self._sequence.params.logprobs is not None:
             if logprob is None:
                 raise EngineError("the sampler gave no log probability")
             logprobs = [self._spell(logprob)]
         text = self._unpublished(self._accept(token_id))
+        offset, self._published = self._published, self._published + 1
         return ChoiceDelta(
             self._sequence.index, offset, [token_id], text, logprobs, self.finish_reason, self.stop_reason
         )
@@ -73,6 +76,7 @@ class ChoiceWriter:
                 pieces.append(self._accept(token_id))
             else:
                 self._sequence.tokens.append(token_id)
+        self._published = len(published.token_ids)
         certain = "".join(pieces)
         if not (certain.startswith(published.text) or published.text.startswith(certain)):
             raise InvalidRequestError("resume: the published text does not belong to the token ids", param="resume")
@@ -89,7 +93,7 @@ class ChoiceWriter:
         logprobs: list[LogprobEntry] | None = None if self._sequence.params.logprobs is None else []
         return ChoiceDelta(
             self._sequence.index,
-            self._sequence.output_len,
+            self._published,
             [],
             self._unpublished(text),
             logprobs,

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Device = Literal["auto", "cpu", "cuda"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +52,52 @@ class SchedulerConfig:
             raise ValueError(f"watermark must be in [0, 1), not {self.watermark}")
         if min(self.lookahead, self.max_bypasses, self.output_reserve) < 0:
             raise ValueError("lookahead, max_bypasses and output_reserve must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """All of an engine: the model, where it runs, and what the scheduler may do.
+
+    Attributes:
+        model: a known name, a folder in Hugging Face form, a GGUF file or a hub name.
+        served_name: name to serve the model under; None: its own.
+        device: `auto` takes the GPU where there is one.
+        dtype: of weights and KV cache; `auto`: bfloat16 on a GPU or a CPU that computes in it, else float32.
+        max_model_len: context in tokens; None: the model's own.
+        max_num_seqs: most sequences in a batch.
+        max_num_batched_tokens: token budget of a step.
+        block_size: tokens per KV block.
+        num_blocks: blocks of the KV cache; wins over `kv_cache_memory_mb`.
+        kv_cache_memory_mb: memory of the KV cache in MiB; None: 1024 on a CPU, 85 % of what is free on a GPU. Never
+            more than `max_num_seqs` sequences of `max_model_len` tokens could fill.
+        enable_prefix_caching: reuse the blocks of equal prefixes.
+        threads: torch threads; None leaves torch's setting.
+        cache_dir: folder for converted tokenizers; None: the user's cache folder.
+
+    Raises:
+        ValueError: a value is out of bounds.
+    """
+
+    model: str
+    served_name: str | None = None
+    device: Device = "auto"
+    dtype: DType = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 1024
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_memory_mb: int | None = None
+    enable_prefix_caching: bool = True
+    threads: int | None = None
+    cache_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("model must not be empty")
+        if self.block_size < 1:
+            raise ValueError(f"block_size must be at least 1, not {self.block_size}")
+        for name in ("max_model_len", "num_blocks", "kv_cache_memory_mb", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")

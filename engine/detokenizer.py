@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 _REPLACEMENT: Final = "\ufffd"
+_WINDOW: Final = 8
 
 
 class TextStream(Protocol):
@@ -113,7 +114,7 @@ class _WindowStream:
         self._unread = 0  # index of the first id that has given no text yet
 
     def push(self, token_id: int) -> str:
-        if token_id in self._skipped:
+        if token_id in self._skipped or self._tokenizer.id_to_token(token_id) is None:
             return ""
         self._ids.append(token_id)
         if token_id in self._bytes:
@@ -126,12 +127,13 @@ class _WindowStream:
 
     def _advance(self, text: str) -> str:
         new = text[len(self._text) :]
-        own = self._decode(self._ids[self._unread :])
-        if own:
-            self._ids = self._ids[self._unread :]
-            self._text = own
-        else:
-            self._text = text
+        self._text = text
+        # The ids just read, or a few more where these are but a space that a decoder strips.
+        for tail in (self._ids[self._unread :], self._ids[-_WINDOW:]):
+            own = self._decode(tail)
+            if own:
+                self._ids, self._text = tail, own
+                break
         self._unread = len(self._ids)
         return new
 
