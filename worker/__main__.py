@@ -1,0 +1,10 @@
+"""`python -m worker`: settings come from the environment."""
+
+from __future__ import annotations
+
+import sys
+
+from worker.main import run
+
+if __name__ == "__main__":
+    sys.exit(run())

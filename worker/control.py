@@ -1,0 +1,78 @@
+"""The pool's two channels: `wake` says which lane has work, `ctl` says which job is to be cancelled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import redis.asyncio
+import structlog
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
+
+from shared import keys
+from worker.metrics import WorkerMetrics
+from worker.publisher import REDIS_TROUBLE
+
+_log = structlog.stdlib.get_logger("worker.control")
+
+
+class ControlMessage(msgspec.Struct, frozen=True):
+    """What `ctl` carries, as a msgpack map. An unknown `op` is ignored."""
+
+    op: str
+    id: str = ""
+
+
+_decoder = msgspec.msgpack.Decoder(ControlMessage)
+
+
+class ControlListener:
+    """Listens on both channels.
+
+    Args:
+        on_wake: called with a lane.
+        on_cancel: called with a job id.
+        on_subscribed: called after each (re)subscription: what was sent before it is lost.
+    """
+
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        pool: str,
+        metrics: WorkerMetrics,
+        *,
+        on_wake: Callable[[int], None],
+        on_cancel: Callable[[str], None],
+        on_subscribed: Callable[[], None],
+    ) -> None:
+        self._client, self._metrics = client, metrics
+        self._wake, self._control = keys.wake(pool).encode(), keys.control(pool).encode()
+        self._on_wake, self._on_cancel, self._on_subscribed = on_wake, on_cancel, on_subscribed
+
+    async def run(self) -> None:
+        """Listen until cancelled; subscribe again whenever the connection is lost."""
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception_type(REDIS_TROUBLE),
+            wait=wait_random_exponential(multiplier=0.05, max=2.0),
+            before_sleep=lambda state: self._metrics.redis_errors.inc(),
+        ):
+            with attempt:
+                async with self._client.pubsub() as pubsub:
+                    await pubsub.subscribe(self._wake, self._control)
+                    async for message in pubsub.listen():
+                        self._handle(message["type"], message["channel"], message["data"])
+
+    def _handle(self, kind: str, channel: bytes, data: bytes) -> None:
+        if kind == "subscribe" and channel == self._control:
+            self._on_subscribed()
+        elif kind == "message" and channel == self._wake:
+            if data.isdigit():
+                self._on_wake(int(data))
+        elif kind == "message" and channel == self._control:
+            try:
+                message = _decoder.decode(data)
+            except msgspec.DecodeError as error:
+                _log.warning("control message does not decode", error=str(error))
+                return
+            if message.op == "cancel":
+                self._on_cancel(message.id)

@@ -1,0 +1,41 @@
+"""Makes the engine that the settings ask for."""
+
+from __future__ import annotations
+
+from engine.request import EngineProtocol
+from shared.settings import WorkerSettings
+
+#: Context of the simulated engine where none is set.
+_SIM_CONTEXT = 4096
+
+
+def build_engine(settings: WorkerSettings) -> EngineProtocol:
+    """The engine; with a model this takes seconds. Torch is imported only for a model.
+
+    Raises:
+        RopewayError, OSError, ValueError: the model cannot be found, read or fitted into memory.
+    """
+    return _build_sim(settings) if settings.engine == "sim" else _build_model(settings)
+
+
+def _build_sim(settings: WorkerSettings) -> EngineProtocol:
+    from engine.sim import SimConfig, SimEngine
+
+    context = settings.max_model_len or _SIM_CONTEXT
+    everything = settings.max_num_seqs * -(-context // settings.block_size)
+    return SimEngine(
+        SimConfig(
+            step_ms=settings.sim_step_ms,
+            token_us=settings.sim_token_us,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            block_size=settings.block_size,
+            num_blocks=settings.num_blocks or everything,
+            max_model_len=context,
+        )
+    )
+
+
+def _build_model(settings: WorkerSettings) -> EngineProtocol:
+
+    raise NotImplementedError

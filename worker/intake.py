@@ -1,0 +1,282 @@
+"""Takes jobs from the lanes: home lanes first, others a little later, never more than the engine can admit."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import structlog
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
+
+from shared import keys
+from shared.errors import EngineError, ProtocolError
+from shared.jobs import PullBudget, Pulled
+from shared.jobstore import JobStore
+from worker.holdings import Admission, Holdings
+from worker.job import Cause, HeldJob
+from worker.loop import EngineLoop
+from worker.metrics import WorkerMetrics
+from worker.publisher import REDIS_TROUBLE
+from worker.reclaim import ReclaimRule
+from worker.resume import read_back
+
+_log = structlog.stdlib.get_logger("worker.intake")
+
+#: Jobs that a worker died with, of which this worker holds at most so many.
+_SUSPECTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class IntakeConfig:
+    """Where to pull, and seconds."""
+
+    pool: str
+    lanes: int
+    owner: str
+    home_poll_s: float
+    all_poll_s: float
+    steal_delay_s: float
+
+
+class Intake:
+    """Pulls from an asyncio loop. `wake`, `poll_all` and `owners` are called in that loop, `room` from any thread."""
+
+    def __init__(
+        self,
+        pull_store: JobStore,
+        read_store: JobStore,
+        config: IntakeConfig,
+        rule: ReclaimRule,
+        loop: EngineLoop,
+        holdings: Holdings,
+        admission: Admission,
+        metrics: WorkerMetrics,
+    ) -> None:
+        self._pull_store, self._read_store, self._config, self._rule = pull_store, read_store, config, rule
+        self._loop, self._holdings, self._admission, self._metrics = loop, holdings, admission, metrics
+        self._homes: frozenset[int] = frozenset(range(config.lanes))
+        self._hot: set[int] = set()
+        self._blocked: set[int] = set()
+        self._room_count = 0
+        self._turn = 0
+        self._all_at = 0.0
+        self._clearing: int | None = None
+        self._event = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._resuming: set[asyncio.Task[None]] = set()
+        self._asyncio = asyncio.get_running_loop()
+        self.pulled_at = 0.0
+
+    # Signals from outside
+
+    def owners(self, owners: Sequence[str]) -> None:
+        """The workers that live: this one's home lanes follow from them."""
+        if self._config.owner in owners:
+            self._homes = frozenset(keys.home_lanes(self._config.owner, owners, self._config.lanes))
+
+    def wake(self, lane: int) -> None:
+        """A lane has work: a home lane is looked at now, another one when its home has had the time to."""
+        if lane in self._homes:
+            self._heat([lane])
+        elif 0 <= lane < self._config.lanes:
+            self._asyncio.call_later(self._config.steal_delay_s, self._heat, [lane])
+
+    def poll_all(self) -> None:
+        """Look at every lane: a wake may have been lost."""
+        self._all_at = 0.0
+        self._event.set()
+
+    def room(self) -> None:
+        """Something has left the engine or the worker. From any thread."""
+        self._room_count += 1
+        if self._blocked or self._clearing is not None:
+            self._asyncio.call_soon_threadsafe(self._unblock)
+
+    def cancel(self, job_id: str) -> None:
+        """Somebody asked for a job's end. It may be another worker's."""
+        job = self._holdings.get(job_id)
+        if job is not None:
+            self._loop.end(job, Cause.CANCELLED)
+
+    # The task
+
+    async def run(self) -> None:
+        """Pull until `stop`. A pull that is under way is finished, so that no job is taken and forgotten."""
+        home_at = 0.0
+        while not self._stopping.is_set():
+            if self._hot:
+                await self._round()
+                continue
+            now = time.monotonic()
+            if now >= min(home_at, self._all_at):
+                everything = now >= self._all_at
+                if everything:
+                    self._all_at = now + self._config.all_poll_s
+                home_at = now + self._config.home_poll_s
+                lanes = range(self._config.lanes) if everything else sorted(self._homes)
+                await self._poll(lanes, running=everything)
+                continue
+            self._event.clear()
+            await self._sleep(min(home_at, self._all_at) - now)
+
+    async def stop(self) -> None:
+        """Pull nothing more; jobs that were being read back go on to the engine's thread as they are."""
+        self._stopping.set()
+        self._event.set()
+        for task in self._resuming:
+            task.cancel()
+        if self._resuming:
+            await asyncio.wait(self._resuming)
+
+    async def _sleep(self, seconds: float) -> None:
+        timer = self._asyncio.call_later(seconds, self._event.set)
+        await self._event.wait()
+        timer.cancel()
+
+    def _heat(self, lanes: Sequence[int]) -> None:
+        self._hot.update(lanes)
+        self._event.set()
+
+    def _unblock(self) -> None:
+        self._hot |= self._blocked
+        self._blocked.clear()
+        if self._clearing is not None:
+            self._hot.add(self._clearing)
+        self._event.set()
+
+    async def _poll(self, lanes: Sequence[int], *, running: bool) -> None:
+        """Find lanes with work by their counters, in one round trip. `running`: also those with jobs to take back."""
+        try:
+            loads = await self._read_store.lane_loads(self._config.pool, lanes)
+        except REDIS_TROUBLE:
+            self._metrics.redis_errors.inc()
+            return
+        self._hot.update(
+            lane
+            for lane, load in zip(lanes, loads, strict=True)
+            if load.queued_jobs > 0 or (running and load.running_jobs > 0)
+        )
+
+    async def _round(self) -> None:
+        """One pull from each hot lane: home lanes first, each round another one at the front."""
+        hot = sorted(self._hot, key=lambda lane: (lane not in self._homes, (lane - self._turn) % self._config.lanes))
+        self._turn += 1
+        if self._clearing in hot:
+            hot.insert(0, hot.pop(hot.index(self._clearing)))
+        for lane in hot:
+            if self._stopping.is_set():
+                return
+            self._hot.discard(lane)
+            before = self._room_count
+            budget = self._budget()
+            if budget is None:
+                self._blocked.add(lane)
+            else:
+                await self._look(lane, budget)
+            if self._blocked and before != self._room_count:
+                self._unblock()
+
+    async def _look(self, lane: int, budget: PullBudget) -> None:
+        pulled = await self._pull(lane, budget)
+        if pulled is None:
+            return
+        for job_id, status in pulled.ended.items():
+            _log.info("job ended in the queue", job_id=job_id, status=status)
+        self._take(pulled)
+        if pulled.alone_waiting and not budget.idle and self._clearing is None and lane in self._homes:
+            self._clearing = lane  # stop pulling until this worker is empty: it can then run alone
+        elif lane == self._clearing and budget.idle:
+            self._clearing = None
+        if (pulled.jobs or not budget.idle) and await self._queued(lane) > 0:
+            # What was left behind waits for room; where something came there may be some yet.
+            (self._hot if pulled.jobs else self._blocked).add(lane)
+
+    def _budget(self) -> PullBudget | None:
+        """What may be pulled now; None to wait for room."""
+        held = self._holdings.all()
+        if any(job.alone for job in held) or (self._clearing is not None and held):
+            return None
+        budget = self._admission.budget()
+        if budget is None:
+            return None
+        suspects = max(0, _SUSPECTS - sum(job.suspect for job in held))
+        return replace(budget, idle=not held, suspects=suspects)
+
+    async def _pull(self, lane: int, budget: PullBudget) -> Pulled | None:
+        """Pull, again and again while Redis is away; None if the worker stops meanwhile."""
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception_type(REDIS_TROUBLE),
+            wait=wait_random_exponential(multiplier=0.05, max=2.0),
+            stop=lambda _: self._stopping.is_set(),
+            sleep=self._pause,
+            before_sleep=self._failed,
+            retry_error_callback=lambda _: None,
+        ):
+            with attempt:
+                lease = self._rule.lease(lane)
+                try:
+                    pulled = await self._pull_store.pull(self._config.pool, lane, self._config.owner, budget, lease)
+                except REDIS_TROUBLE:
+                    self._rule.failed()
+                    raise
+                self._rule.answered(lane, lease)
+                self.pulled_at = time.monotonic()
+                return pulled
+        return None
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, unless the worker stops."""
+        waiter = asyncio.ensure_future(self._stopping.wait())
+        await asyncio.wait([waiter], timeout=seconds)
+        waiter.cancel()
+
+    async def _queued(self, lane: int) -> int:
+        try:
+            return (await self._read_store.lane_load(self._config.pool, lane)).queued_jobs
+        except REDIS_TROUBLE:
+            self._metrics.redis_errors.inc()
+            return 1
+
+    def _failed(self, state: RetryCallState) -> None:
+        self._metrics.redis_errors.inc()
+        if state.attempt_number in (1, 10, 100):
+            error = state.outcome.exception() if state.outcome else None
+            _log.warning("cannot pull, trying again", attempt=state.attempt_number, error=repr(error))
+
+    def _take(self, pulled: Pulled) -> None:
+        self._metrics.pulled.inc(len(pulled.jobs))
+        self._metrics.redeliveries.inc(pulled.reclaimed)
+        for answer in pulled.jobs:
+            job = HeldJob.of(answer)
+            self._holdings.add(job)
+            self._admission.reserve(job)
+            _log.debug("pulled", job_id=job.id, epoch=job.epoch, attempts=job.attempts, last_seq=job.last_seq)
+            if job.last_seq == 0:
+                self._loop.admit(job)
+            else:
+                task = self._asyncio.create_task(self._resume(job))
+                self._resuming.add(task)
+                task.add_done_callback(self._resuming.discard)
+
+    async def _resume(self, job: HeldJob) -> None:
+        """Read a job's log, then give it to the engine. Whatever happens, the engine's thread gets the job."""
+        try:
+            async for attempt in AsyncRetrying(
+                retry=retry_if_exception_type(REDIS_TROUBLE), wait=wait_random_exponential(multiplier=0.05, max=2.0)
+            ):
+                with attempt:
+                    await read_back(self._read_store, job)
+            self._metrics.resumed.inc()
+            _log.info("taken up", job_id=job.id, epoch=job.epoch, last_seq=job.last_seq)
+        except ProtocolError as error:
+            _log.error("a job's log does not read", job_id=job.id, error=error.message)
+            job.failure = EngineError("what was published of this job cannot be read, so it cannot go on")
+        except Exception:  # noqa: BLE001 - unforeseen, and without its log the job must not begin anew
+            _log.exception("a job's log could not be read", job_id=job.id)
+            job.failure = EngineError("what was published of this job cannot be read, so it cannot go on")
+        except asyncio.CancelledError:  # by `stop`: hand the job back untouched
+            job.cause = Cause.RELEASED
+        finally:
+            self._loop.admit(job)

@@ -1,0 +1,84 @@
+"""The worker's metrics, under the field's usual names with the prefix `ropeway_`."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+
+from engine.request import EngineStats
+from shared.protocol import JobStatus, Timings, Usage
+
+_TTFT = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+_TPOT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_LONG = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800)
+
+
+class WorkerMetrics:
+    """One registry per worker, so that two of them fit into one process."""
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        labels = {"registry": self.registry, "labelnames": ["model_name"]}
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"ropeway_{name}", text, **labels).labels(model)  # type: ignore[arg-type]
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"ropeway_{name}", text, **labels).labels(model)  # type: ignore[arg-type]
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"ropeway_{name}", text, buckets=buckets, **labels).labels(model)  # type: ignore[arg-type]
+
+        self.running = gauge("num_requests_running", "Sequences in the batch.")
+        self.waiting = gauge("num_requests_waiting", "Sequences in the engine that wait for a place in the batch.")
+        self.held = gauge("num_jobs_held", "Jobs in this worker's hands.")
+        self.kv_usage = gauge("kv_cache_usage_perc", "Share of KV blocks that sequences hold; 1 is all.")
+        self.backlog = gauge("publish_backlog_bytes", "About how many bytes wait for Redis.")
+        self.steps = counter("engine_steps", "Steps of the engine.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens computed.")
+        self.generation_tokens = counter("generation_tokens", "Tokens generated.")
+        self.prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self.preemptions = counter("num_preemptions", "Sequences that gave their blocks back and were computed again.")
+        self.step_failures = counter("engine_step_failures", "Steps that raised.")
+        self.pulled = counter("jobs_pulled", "Jobs taken from the queue.")
+        self.redeliveries = counter("redeliveries", "Jobs taken over from another worker whose lease had run out.")
+        self.resumed = counter("jobs_resumed", "Jobs taken up in the middle of their answer.")
+        self.released = counter("jobs_released", "Jobs handed back to the queue.")
+        self.fenced = counter("fenced_publishes", "Jobs of which a publish or a renewal was refused: another had them.")
+        self.publish_errors = counter("publish_errors", "Publishes that failed and were tried again.")
+        self.redis_errors = counter("redis_errors", "Failed calls of intake, registry and lease.")
+        self.ttft = histogram("time_to_first_token_seconds", "From submit to the first token.", _TTFT)
+        self.tpot = histogram("time_per_output_token_seconds", "Between tokens, mean of a job.", _TPOT)
+        self.queue_time = histogram("request_queue_time_seconds", "From submit until the engine began.", _LONG)
+        self.inference_time = histogram("request_inference_time_seconds", "From the engine's begin to the end.", _LONG)
+        self.e2e = histogram("e2e_request_latency_seconds", "From submit to the end.", _LONG)
+        self._model = model
+        self._jobs = Counter("ropeway_jobs", "Jobs that ended here.", ["model_name", "status"], registry=self.registry)
+        self._last = EngineStats()
+
+    def ended(self, status: JobStatus, usage: Usage, timings: Timings) -> None:
+        """A job's last frame is built."""
+        self._jobs.labels(self._model, status).inc()
+        queue, first, run = (ms / 1e3 for ms in (timings.queue_ms, timings.first_token_ms, timings.run_ms))
+        self.queue_time.observe(max(0.0, queue))
+        self.inference_time.observe(run)
+        self.e2e.observe(max(0.0, queue + run))
+        if usage.completion_tokens > 0:
+            self.ttft.observe(max(0.0, queue + first))
+        if usage.completion_tokens > 1:
+            self.tpot.observe((run - first) / (usage.completion_tokens - 1))
+
+    def engine(self, stats: EngineStats) -> None:
+        """Take over the engine's snapshot. Called by the engine's thread alone."""
+        self.running.set(stats.running)
+        self.waiting.set(stats.waiting)
+        self.kv_usage.set(stats.used_blocks / stats.total_blocks if stats.total_blocks else 0.0)
+        last = self._last
+        self.steps.inc(stats.steps - last.steps)
+        self.prompt_tokens.inc(stats.prompt_tokens - last.prompt_tokens)
+        self.generation_tokens.inc(stats.generated_tokens - last.generated_tokens)
+        self.prefix_hits.inc(stats.prefix_hit_tokens - last.prefix_hit_tokens)
+        self.prefix_queries.inc(stats.prefix_query_tokens - last.prefix_query_tokens)
+        self.preemptions.inc(stats.preemptions - last.preemptions)
+        self._last = stats

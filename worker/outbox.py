@@ -1,0 +1,199 @@
+"""Frames of one job on their way to Redis: gathered, numbered, kept until they are accepted."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from engine.request import ChoiceDelta, RequestUsage, StepOutput
+from shared.errors import ProtocolError
+from shared.jobs import Ending, Publish
+from shared.protocol import (
+    WIRE_VERSION,
+    ChoiceFrame,
+    ErrorInfo,
+    Frame,
+    FrameKind,
+    JobStatus,
+    Timings,
+    Usage,
+    encode,
+)
+from worker.job import HeldJob, Progress
+from worker.transcript import wire_logprob
+
+#: Bytes, roughly, above which what was gathered becomes a frame of its own.
+_FRAME_BYTES = 512 * 1024
+_TOKEN_BYTES = 12
+_LOGPROB_BYTES = 64
+
+
+def weight(output: StepOutput) -> int:
+    """About how many bytes an output takes until it is accepted."""
+    return 128 + sum(_delta_weight(delta) for delta in output.choices)
+
+
+def _delta_weight(delta: ChoiceDelta) -> int:
+    candidates = sum(1 + len(entry.top) for entry in delta.logprobs or ())
+    return 64 + _TOKEN_BYTES * len(delta.token_ids) + 4 * len(delta.text) + _LOGPROB_BYTES * candidates
+
+
+@dataclass(slots=True)
+class Outbox:
+    """One job's frames. The publisher's alone.
+
+    A frame is numbered and encoded once, when it is about to be sent. From then on it is sent again as it is until it
+    is accepted, so a repeat is recognised by its number.
+
+    Attributes:
+        due: monotonic seconds at which what is gathered must be sent; None if nothing is.
+        weight: bytes that were put in and are not yet accepted.
+        ending: set with the last frame.
+        handover: give the job back once everything is sent.
+        told: its cancel was passed on.
+        summary: of the ended job.
+        began, first_token: monotonic seconds, None if not yet.
+    """
+
+    job: HeldJob
+    due: float | None = None
+    weight: int = 0
+    ending: Ending | None = None
+    handover: bool = False
+    told: bool = False
+    summary: tuple[Usage, Timings] = (Usage(), Timings())
+    began: float | None = None
+    first_token: float | None = None
+    _seq: int = 0
+    _frames: list[bytes] = field(default_factory=list)
+    _started: bool = False
+    _gathered: dict[int, ChoiceFrame] = field(default_factory=dict)
+    _gathered_weight: int = 0
+
+    def __post_init__(self) -> None:
+        self._seq = self.job.last_seq
+
+    def add(self, progress: Progress) -> None:
+        """Gather what a step did; the last one builds the last frame."""
+        output = progress.output
+        if output.started:
+            self.began = progress.began
+            self._started = self._seq == 0  # a job that is taken up has said so already
+        if self.first_token is None and any(delta.token_ids for delta in output.choices):
+            self.first_token = progress.ended
+        for delta in output.choices:
+            self._gather(delta)
+        self.weight += progress.weight
+        if output.finished:
+            self.due = 0.0
+            self._end(progress)
+        elif self.due is None and (self._started or self._gathered):
+            self.due = time.monotonic() + self.job.envelope.flush_ms / 1e3
+
+    def take(self, owner: str) -> Publish | None:
+        """Everything that is to be sent, or None. The same again until `accepted` is called, and what came since."""
+        self._seal()
+        if not self._frames:
+            return None
+        first = self._seq - len(self._frames) + 1
+        return Publish(self.job.id, owner, self.job.epoch, first, list(self._frames), self.ending)
+
+    def accepted(self) -> None:
+        """What `take` answered last is in Redis."""
+        self._frames.clear()
+        self.due, self.weight = None, 0
+
+    def _gather(self, delta: ChoiceDelta) -> None:
+        logprobs = None if delta.logprobs is None else [wire_logprob(entry) for entry in delta.logprobs]
+        frame = self._gathered.get(delta.index)
+        if frame is None:
+            self._gathered[delta.index] = ChoiceFrame(
+                index=delta.index,
+                offset=delta.offset,
+                ids=list(delta.token_ids),
+                text=delta.text,
+                logprobs=logprobs,
+                finish=delta.finish_reason,
+                stop=delta.stop_reason,
+            )
+        else:
+            frame.ids += delta.token_ids
+            frame.text += delta.text
+            if logprobs is not None:
+                frame.logprobs = (frame.logprobs or []) + logprobs
+            frame.finish, frame.stop = delta.finish_reason, delta.stop_reason
+        self._gathered_weight += _delta_weight(delta)
+        if self._gathered_weight > _FRAME_BYTES:
+            self._seal()
+
+    def _seal(self) -> None:
+        """Make frames of what is gathered."""
+        if self._started:
+            self._append("started")
+            self._started = False
+        if self._gathered:
+            choices = [self._gathered[index] for index in sorted(self._gathered)]
+            self.job.transcript.add(choices)
+            self._append("tokens", choices=choices)
+            self._gathered.clear()
+            self._gathered_weight = 0
+
+    def _append(self, kind: FrameKind, choices: list[ChoiceFrame] | None = None) -> None:
+        self._seq += 1
+        frame = Frame(v=WIRE_VERSION, seq=self._seq, epoch=self.job.epoch, kind=kind, choices=choices or [])
+        self._frames.append(encode(frame))
+
+    def _end(self, progress: Progress) -> None:
+        """Build last frame and result."""
+        self._seal()
+        status: JobStatus = progress.status or "completed"
+        usage, timings = _usage(progress.output.usage), self._timings(progress)
+        self.summary = usage, timings
+        result, error = self._encode_result(status, usage, timings, progress.error)
+        status = "failed" if error is not progress.error else status
+        self._seq += 1
+        frame = Frame(
+            v=WIRE_VERSION,
+            seq=self._seq,
+            epoch=self.job.epoch,
+            kind="error" if error is not None else "done",
+            status=status,
+            usage=usage,
+            timings=timings,
+            error=error,
+        )
+        self._frames.append(encode(frame))
+        self.ending = Ending(status, result)
+
+    def _encode_result(
+        self, status: JobStatus, usage: Usage, timings: Timings, error: ErrorInfo | None
+    ) -> tuple[bytes, ErrorInfo | None]:
+        """The encoded result, and the error that it carries: a result over the wire's limit is itself one."""
+        transcript, job_id = self.job.transcript, self.job.id
+        try:
+            return encode(transcript.result(job_id, status, usage, timings, error)), error
+        except ProtocolError as too_large:
+            error = ErrorInfo.of(too_large)
+            transcript.clear()
+            return encode(transcript.result(job_id, "failed", usage, timings, error)), error
+
+    def _timings(self, progress: Progress) -> Timings:
+        """Milliseconds. Queue time ends when the engine begins; the other two are counted from there."""
+        job = self.job
+        began = progress.ended if self.began is None else self.began
+        first = progress.ended if self.first_token is None else self.first_token
+        return Timings(
+            queue_ms=job.queue_ms + (began - job.pulled_at) * 1e3,
+            first_token_ms=(first - began) * 1e3,
+            run_ms=(progress.ended - began) * 1e3,
+            blocks=progress.output.blocks,
+            preemptions=progress.output.preemptions,
+        )
+
+
+def _usage(usage: RequestUsage) -> Usage:
+    return Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+    )

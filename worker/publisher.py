@@ -1,0 +1,250 @@
+"""Sends what the engine makes: one pipeline for all jobs, the next one as soon as the last is answered.
+
+While a round trip is under way the engine goes on; what it makes meanwhile is gathered and goes with the next pipeline.
+When Redis is away, frames are kept and sent again; above a bound in bytes the engine waits.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeVar
+
+import redis
+import structlog
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_random_exponential
+
+from shared.errors import ProtocolError, ServiceUnavailableError
+from shared.jobs import Owned, Publication, Publish
+from worker.holdings import Holdings
+from worker.job import Cause, Drop, Handover, HeldJob, Progress
+from worker.metrics import WorkerMetrics
+from worker.outbox import Outbox, weight
+from worker.pulse import Fatal, Pulse, WatchedThread
+
+_log = structlog.stdlib.get_logger("worker.publisher")
+_T = TypeVar("_T")
+
+#: Redis is away, loading, full, read-only or in trouble.
+REDIS_TROUBLE = (redis.RedisError, OSError, ServiceUnavailableError)
+
+Message = Progress | Handover | Drop
+
+
+class PublishStore(Protocol):
+    """The part of the job store that the publisher uses."""
+
+    def publish(self, items: list[Publish]) -> list[Publication]: ...
+
+    def release(self, owner: str, job: Owned) -> bool: ...
+
+
+class _Close:
+    """Ends the thread."""
+
+
+class Publisher(WatchedThread):
+    """The publisher's thread.
+
+    Args:
+        on_end: called with a job that was fenced or cancelled, so that the engine ends it.
+        room: called when there is room again after `full` was true.
+        max_backlog: bytes that may wait for Redis before the engine pauses.
+    """
+
+    def __init__(
+        self,
+        store: PublishStore,
+        owner: str,
+        holdings: Holdings,
+        metrics: WorkerMetrics,
+        fatal: Fatal,
+        *,
+        on_end: Callable[[HeldJob, Cause], None],
+        room: Callable[[], None],
+        max_backlog: int = 64 * 1024 * 1024,
+    ) -> None:
+        super().__init__("publisher", fatal)
+        self.pulse = Pulse()
+        self._store, self._owner, self._holdings, self._metrics = store, owner, holdings, metrics
+        self._on_end, self._room, self._max_backlog = on_end, room, max_backlog
+        self._inbox: queue.SimpleQueue[Message | _Close] = queue.SimpleQueue()
+        self._outboxes: dict[HeldJob, Outbox] = {}
+        self._lock = threading.Lock()
+        self._backlog = 0
+        self._full = False
+        self._closing = False
+        self._give_up = threading.Event()
+
+    # Other threads
+
+    def put(self, messages: Iterable[Message]) -> None:
+        """Take what a step has made; never waits."""
+        for message in messages:
+            if isinstance(message, Progress):
+                message.weight = weight(message.output)
+                self._account(message.weight)
+            self._inbox.put(message)
+
+    @property
+    def full(self) -> bool:
+        """Too much waits for Redis: the engine should pause until `room` is called."""
+        return self._full
+
+    def close(self, timeout: float) -> bool:
+        """Send what is left and end; after `timeout` seconds give up. Answers whether everything was sent."""
+        self._inbox.put(_Close())
+        self.join(timeout)
+        self._give_up.set()
+        self.join(1.0)
+        return not self._outboxes
+
+    # The thread
+
+    def main(self) -> None:
+        """Receive, gather, send."""
+        while not (self._closing and (not self._outboxes or self._give_up.is_set())):
+            self._receive()
+            now = time.monotonic()
+            due = [box for box in self._outboxes.values() if box.due is not None and (box.due <= now or self._closing)]
+            if due:
+                self.pulse.busy = True
+                self._send(due)
+                self.pulse.busy = False
+            elif self._closing:
+                return
+
+    def _receive(self) -> None:
+        """Wait for a message or until gathered frames are due; take all that has come."""
+        dues = [box.due for box in self._outboxes.values() if box.due is not None]
+        wait = max(0.0, min(dues) - time.monotonic()) if dues else None
+        try:
+            message = self._inbox.get(block=wait != 0.0 and not self._closing, timeout=wait)
+            while True:
+                self._apply(message)
+                message = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _apply(self, message: Message | _Close) -> None:
+        if isinstance(message, _Close):
+            self._closing = True
+        elif isinstance(message, Drop):
+            self._let_go(message.job)
+        elif not self._holdings.holds(message.job):  # fenced or replaced while this was on its way
+            if isinstance(message, Progress):
+                self._account(-message.weight)
+        else:
+            box = self._outboxes.get(message.job)
+            if box is None:
+                box = self._outboxes[message.job] = Outbox(message.job)
+            if isinstance(message, Handover):
+                box.handover, box.due = True, 0.0
+            else:
+                box.add(message)
+
+    def _send(self, boxes: list[Outbox]) -> None:
+        """One pipeline; answers are passed on."""
+        items = [(box, item) for box in boxes if (item := box.take(self._owner)) is not None]
+        if items:
+            answers: list[Publication | None] | list[Publication] | None
+            try:
+                answers = self._retry(lambda: self._store.publish([item for _, item in items]))
+            except ProtocolError:  # of one job, or more: find out which
+                answers = self._one_by_one([item for _, item in items])
+            if answers is None:
+                return
+            for (box, _), answer in zip(items, answers, strict=True):
+                self._answered(box, answer)
+        for box in boxes:
+            if box.handover and box.job in self._outboxes:
+                self._hand_over(box)
+
+    def _one_by_one(self, items: list[Publish]) -> list[Publication | None] | None:
+        """The answers of separate calls; None for a job that Redis has forgotten frames of."""
+        answers: list[Publication | None] = []
+        for item in items:
+            try:
+                answer = self._retry(lambda item=item: self._store.publish([item])[0])  # type: ignore[misc]
+            except ProtocolError as error:
+                _log.warning("frames were lost, the job goes back", job_id=item.job_id, error=error.message)
+                answers.append(None)
+            else:
+                if answer is None:
+                    return None
+                answers.append(answer)
+        return answers
+
+    def _answered(self, box: Outbox, answer: Publication | None) -> None:
+        job = box.job
+        if answer is None:
+            # Redis came back without what it had accepted last (an AOF flushed each second). Whoever takes the job up
+            # goes on from what is left in its log.
+            self._hand_over(box)
+            self._on_end(job, Cause.FENCED)
+            return
+        if answer is Publication.FENCED:
+            self._metrics.fenced.inc()
+            _log.warning("fenced", job_id=job.id, epoch=job.epoch)
+            self._let_go(job)
+            self._on_end(job, Cause.FENCED)
+            return
+        self._account(-box.weight)
+        box.accepted()
+        if box.ending is not None:
+            self._metrics.ended(box.ending.status, *box.summary)
+            self._let_go(job)
+        elif answer is Publication.CANCELLED and not box.told:
+            box.told = True
+            self._on_end(job, Cause.CANCELLED)
+
+    def _hand_over(self, box: Outbox) -> None:
+        released = self._retry(lambda: self._store.release(self._owner, box.job.owned))
+        if released is None:
+            return
+        if released:
+            self._metrics.released.inc()
+            _log.info("handed back", job_id=box.job.id)
+        self._let_go(box.job)
+
+    def _let_go(self, job: HeldJob) -> None:
+        box = self._outboxes.pop(job, None)
+        if box is not None:
+            self._account(-box.weight)
+        self._holdings.remove(job)
+
+    def _retry(self, call: Callable[[], _T]) -> _T | None:
+        """Call until Redis answers; None if the publisher was told to give up."""
+        retrying = Retrying(
+            retry=retry_if_exception_type(REDIS_TROUBLE),
+            wait=wait_random_exponential(multiplier=0.05, max=2.0),
+            stop=lambda _: self._give_up.is_set(),
+            sleep=self._pause,
+            before_sleep=self._failed,
+            retry_error_callback=lambda _: None,
+        )
+        result: _T | None = retrying(call)
+        self.pulse.beats += 1
+        return result
+
+    def _pause(self, seconds: float) -> None:
+        self._give_up.wait(seconds)
+
+    def _failed(self, state: RetryCallState) -> None:
+        self._metrics.publish_errors.inc()
+        if state.attempt_number in (1, 10, 100):
+            error = state.outcome.exception() if state.outcome else None
+            _log.warning("cannot publish, trying again", attempt=state.attempt_number, error=repr(error))
+
+    def _account(self, change: int) -> None:
+        """Count bytes that wait; tell when there is room again."""
+        with self._lock:
+            self._backlog += change
+            had_room = not self._full
+            self._full = self._backlog > (self._max_backlog if had_room else self._max_backlog // 2)
+            freed = not had_room and not self._full
+        self._metrics.backlog.set(self._backlog)
+        if freed:
+            self._room()
