@@ -83,9 +83,10 @@ def _table(job: Job) -> Table:
     # The first token ends the prefill; speed is that of the tokens after it.
     decode_s = (run_ms - first_ms) / 1000
     speed = f"{(tokens - 1) / decode_s:.1f}" if tokens > 1 and decode_s > 0 else "-"
-    table = Table(title=f"job {job.id}: {job.status}", title_justify="left", show_header=False)
+    table = Table(show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
+    table.add_row("status", job.status)
     table.add_row("queue time", f"{float(timings.get('queue_ms', 0.0)):.1f} ms")
     table.add_row("time to first token", f"{first_ms:.1f} ms")
     table.add_row("tokens per second", speed)

@@ -1,4 +1,4 @@
-"""The commands whose options are the settings of our processes. Needs pydantic, which comes with every extra."""
+"""The commands whose options are the settings of our processes. Needs pydantic-settings, which every extra brings."""
 
 from __future__ import annotations
 
@@ -36,11 +36,13 @@ def gateway_command(given: Given) -> None:
 def worker_command(given: Given) -> None:
     """Run a worker: it pulls jobs and generates."""
     settings = build(WorkerSettings, given)
+    if settings.engine != "sim":
+        _needs("torch", "worker")
     try:
         from worker.main import run
     except ModuleNotFoundError as error:
         fail_missing(error, "worker")
-    run(settings)
+    raise typer.Exit(run(settings))
 
 
 @commands.command("serve")

@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -57,9 +58,13 @@ class Layout:
 
     def supervisor(self, redis: EmbeddedRedis | None, output: IO[bytes] | None = None) -> Supervisor:
         """What runs gateway and worker, and watches the embedded server."""
+        ropeway = [sys.executable, "-m", "ropeway"]
         env = {**os.environ, **as_environment(self.given)}
         return Supervisor(
-            [Spec("gateway", ["gateway"], env), Spec("worker", ["worker"], env, restart=True)],
+            [
+                Spec("gateway", [*ropeway, "gateway"], env),
+                Spec("worker", [*ropeway, "worker"], env, restart=True),
+            ],
             stop_s=self.worker.grace_s + _STOP_MARGIN_S,
             output=output,
             watched={} if redis is None else {"Redis": redis.poll},
@@ -69,7 +74,7 @@ class Layout:
         """Wait until the gateway takes requests and the worker has its model."""
         async with httpx.AsyncClient(timeout=5.0, trust_env=False) as http:
             await _answers(http, f"{self.url}/ready")
-            await _answers(http, f"{_url(self.worker.health_host, self.worker.health_port)}/health")
+            await _answers(http, f"{_url(self.worker.health_host, self.worker.health_port)}/ready")
 
 
 @contextlib.contextmanager

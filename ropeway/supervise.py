@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import signal
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import IO, Any
@@ -25,14 +25,16 @@ _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 30.0
 #: A child that ran this long starts again with the first delay.
 _STEADY_S = 60.0
 _POLL_S = 0.2
+#: A child that ends with one of these would do so again.
+_HOPELESS = frozenset({EXIT_USAGE, os.EX_CONFIG})
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A child: its name, the arguments of `python -m ropeway`, its environment, and whether it may be restarted."""
+    """A child: its name, its command line, its environment, and whether it may be restarted."""
 
     name: str
-    arguments: Sequence[str]
+    command: Sequence[str]
     env: Mapping[str, str]
     restart: bool = False
 
@@ -115,7 +117,7 @@ class Supervisor:
 
     async def _start(self, spec: Spec) -> None:
         self._processes[spec.name] = await asyncio.create_subprocess_exec(
-            *leashed([sys.executable, "-m", "ropeway", *spec.arguments]),
+            *leashed(spec.command),
             env=spec.env,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=self._output,
@@ -128,7 +130,7 @@ class Supervisor:
         while True:
             started = time.monotonic()
             code = await self._processes[spec.name].wait()
-            if not (spec.restart and self._was_ready) or code == EXIT_USAGE:
+            if not (spec.restart and self._was_ready) or code in _HOPELESS:
                 raise ChildEndedError(spec.name, code)
             if time.monotonic() - started > _STEADY_S:
                 delay = _FIRST_DELAY_S

@@ -1,0 +1,123 @@
+"""Which build of torch the installation script takes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def install() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("install_script", ROOT / "scripts" / "install.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+CUDA = ("2.13.0", ("filelock", "nvidia-cublas-cu13==13.1; platform_system == 'Linux'", "triton==3.5"))
+CPU_BY_TAG = ("2.13.0+cpu", ("filelock",))
+CPU_BY_REQUIREMENTS = ("2.13.0", ("filelock", "networkx>=2.5.1"))
+
+
+@pytest.mark.parametrize(
+    ("candidate", "cpu"),
+    [
+        (CUDA, False),
+        (CPU_BY_TAG, True),
+        (CPU_BY_REQUIREMENTS, True),
+        (("2.13.0+cu130", ()), False),
+        (("2.13.0+rocm7.0", ()), False),
+        (("2.13.0", ("cuda-bindings",)), False),
+        (("2.13.0", ("tritonclient", "cudaless")), True),
+    ],
+)
+def test_what_counts_as_a_cpu_build(install: ModuleType, candidate: tuple[str, tuple[str, ...]], cpu: bool) -> None:
+    assert install.Candidate(*candidate).is_cpu is cpu
+
+
+@pytest.mark.parametrize(
+    ("choice", "gpu", "candidate", "expected"),
+    [
+        ("auto", False, CUDA, True),
+        ("auto", False, CPU_BY_TAG, False),
+        ("auto", False, CPU_BY_REQUIREMENTS, False),
+        ("auto", True, CUDA, False),
+        ("cpu", True, CUDA, True),
+        ("cpu", False, CPU_BY_TAG, False),
+        ("cuda", False, CUDA, False),
+        ("default", False, CUDA, False),
+        ("default", True, CPU_BY_TAG, False),
+    ],
+)
+def test_when_the_cpu_index_is_needed(
+    install: ModuleType, choice: str, gpu: bool, candidate: tuple[str, tuple[str, ...]], expected: bool
+) -> None:
+    assert install.needs_cpu_index(choice, gpu, install.Candidate(*candidate)) is expected
+
+
+def test_what_cannot_be_met_is_refused(install: ModuleType) -> None:
+    with pytest.raises(install.InstallError, match="auto, cpu, cuda, default"):
+        install.needs_cpu_index("rocm", False, install.Candidate(*CUDA))
+    with pytest.raises(install.InstallError, match=r"2\.13\.0\+cpu"):
+        install.needs_cpu_index("cuda", True, install.Candidate(*CPU_BY_TAG))
+
+
+def test_pins_are_read_from_the_constraints(install: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "constraints.txt"
+    file.write_text("# torch==1.0\ntorchvision==0.1\nTorch==2.13.0  # why\nx==1; python_version < '3.12'\n")
+    assert install.pin("torch", file) == "Torch==2.13.0"
+    assert install.pin("x", file) == "x==1"
+    with pytest.raises(install.InstallError, match="no pin of y"):
+        install.pin("y", file)
+
+
+def test_the_projects_own_constraints_pin_what_the_script_installs(install: ModuleType) -> None:
+    for name in ("torch", *install.WITHOUT_DEPENDENCIES):
+        assert install.pin(name).partition("==")[2]
+    assert "+" not in install.pin("torch")
+
+
+def test_a_report_of_pip_is_read(install: ModuleType) -> None:
+    report = {"version": "1", "install": [{"metadata": {"version": "2.13.0", "requires_dist": ["triton"]}}]}
+    assert install.parse_report(report) == install.Candidate("2.13.0", ("triton",))
+
+
+def call_install_torch(install: ModuleType, monkeypatch: pytest.MonkeyPatch, candidate: object) -> list[str]:
+    calls: list[tuple[str, ...]] = []
+    monkeypatch.setattr(install, "installed", lambda _: False)
+    monkeypatch.setattr(install, "has_gpu", lambda: False)
+    monkeypatch.setattr(install, "candidate_of", lambda _: candidate)
+    monkeypatch.setattr(install, "pip", lambda *arguments: calls.append(arguments))
+    install.install_torch("auto")
+    (call,) = calls
+    return list(call)
+
+
+def test_the_cpu_index_is_the_only_one_of_its_call(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = call_install_torch(install, monkeypatch, install.Candidate(*CUDA))
+    assert call[call.index("--index-url") + 1] == install.CPU_WHEELS
+    assert "--extra-index-url" not in call and "--no-deps" in call
+    monkeypatch.setenv("ROPEWAY_TORCH_INDEX", "http://mirror/cpu")
+    assert "http://mirror/cpu" in call_install_torch(install, monkeypatch, install.Candidate(*CUDA))
+
+
+def test_no_index_is_named_where_pip_takes_a_cpu_build(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--index-url" not in call_install_torch(install, monkeypatch, install.Candidate(*CPU_BY_TAG))
+
+
+def test_what_is_installed_stays(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = importlib.metadata.version("pytest")
+    assert install.installed(f"pytest=={version}")
+    assert not install.installed("pytest==0.1") and not install.installed("no-such-package==1")
+    monkeypatch.setattr(install, "installed", lambda _: True)
+    monkeypatch.setattr(install, "pip", lambda *_: pytest.fail("nothing is to be installed"))
+    install.install_torch("auto")
