@@ -1,0 +1,7 @@
+"""`python -m gateway`."""
+
+from __future__ import annotations
+
+from gateway.main import run
+
+run()

@@ -1,0 +1,195 @@
+"""Who may ask, and what may be queued: API keys, the rule for lengths, and the envelopes of a request."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from gateway.catalogue import Pool
+from gateway.sampling import DEFAULT_COMPLETION_TOKENS, draw_seed
+from gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from shared import keys
+from shared.errors import AuthenticationError, ContextLengthExceededError, InvalidRequestError
+from shared.keys import JobId
+from shared.protocol import Envelope, JobClass
+from shared.sampling import SamplingParams
+
+ANONYMOUS = "default"
+
+
+class Keyring:
+    """The accepted API keys; without any, everyone is let in."""
+
+    def __init__(self, api_keys: Sequence[str]) -> None:
+        self._keys = [key.encode() for key in api_keys]
+
+    @property
+    def required(self) -> bool:
+        """Whether a key is asked for."""
+        return bool(self._keys)
+
+    def tenant(self, authorization: str | None) -> str:
+        """The tenant behind an `Authorization` header.
+
+        Every key is compared, each in constant time.
+
+        Raises:
+            AuthenticationError: none, or an unknown one.
+        """
+        if not self._keys:
+            return ANONYMOUS
+        scheme, _, token = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not token.strip():
+            raise AuthenticationError("An API key is needed: Authorization: Bearer <key>")
+        given = token.strip().encode("utf-8", "surrogateescape")
+        matches = [hmac.compare_digest(given, key) for key in self._keys]  # all of them: time must not tell which
+        if not any(matches):
+            raise AuthenticationError("This API key is not known")
+        return f"key-{hashlib.blake2b(given, digest_size=8).hexdigest()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sent a request.
+
+    Attributes:
+        tenant: from the key.
+        authenticated: whether there was one: then prefix caches of tenants are kept apart.
+        request_id: the client's X-Request-Id, echoed only.
+        trace: W3C trace context, passed on.
+    """
+
+    tenant: str = ANONYMOUS
+    authenticated: bool = False
+    request_id: str | None = None
+    trace: dict[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobOptions:
+    """What of a job is not in its request."""
+
+    job_class: JobClass
+    flush_ms: int
+    metadata: dict[str, str]
+
+
+def fit(request: GenerationRequest, params: SamplingParams, prompt: list[int], pool: Pool) -> tuple[list[int], int]:
+    """The prompt, cut if asked to be, and the `max_tokens` of its job.
+
+    The rule: the prompt must leave room for one token, and prompt plus `max_tokens` must fit in the context and in
+    the KV cache of one worker. Nothing is clamped that the client asked for. Without `max_tokens` a chat gets what is
+    left, shared by its choices where the cache is the limit, and a completion at most 16 of that.
+
+    Raises:
+        ContextLengthExceededError: it does not fit; the message has the numbers.
+    """
+    limit, param = pool.max_sequence, "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
+    what = "context" if limit == pool.card.max_model_len else "KV cache"
+    prompt = _truncated(request, prompt, limit, params.max_tokens)
+    if len(prompt) >= limit:
+        raise ContextLengthExceededError(
+            f"{param}: the prompt has {len(prompt)} tokens, the {what} of this model holds {limit}, "
+            "and one must be left for the answer",
+            param=param,
+        )
+    room = limit - len(prompt)
+    if params.max_tokens is None:
+        return prompt, _default_tokens(request, params, len(prompt), room, pool)
+    if params.max_tokens > room:
+        raise ContextLengthExceededError(
+            f"max_tokens: the prompt has {len(prompt)} tokens and {params.max_tokens} are asked for, "
+            f"{len(prompt) + params.max_tokens} together; the {what} of this model holds {limit}",
+            param=_tokens_name(request),
+        )
+    return prompt, params.max_tokens
+
+
+def _default_tokens(request: GenerationRequest, params: SamplingParams, prompt: int, room: int, pool: Pool) -> int:
+    most = room
+    if isinstance(request, CompletionRequest):
+        most = min(room, DEFAULT_COMPLETION_TOKENS)
+    elif params.n > 1 and pool.kv_tokens:
+        most = max(1, min(room, pool.kv_tokens // params.n - prompt))
+    if params.min_tokens > most:
+        if params.min_tokens > room:
+            raise ContextLengthExceededError(
+                f"min_tokens: {params.min_tokens} are asked for, {room} are left behind a prompt of {prompt} tokens",
+                param="min_tokens",
+            )
+        return params.min_tokens
+    return most
+
+
+def _truncated(request: GenerationRequest, prompt: list[int], limit: int, max_tokens: int | None) -> list[int]:
+    """The last tokens of the prompt, as many as `truncate_prompt_tokens` says; -1 is as many as fit."""
+    keep = request.truncate_prompt_tokens
+    if keep is None:
+        return prompt
+    if keep == -1:
+        keep = max(1, limit - (max_tokens or 1))
+    if keep < 1:
+        raise InvalidRequestError("truncate_prompt_tokens: must be -1 or at least 1", param="truncate_prompt_tokens")
+    return prompt[-keep:]
+
+
+def envelopes(
+    request: GenerationRequest,
+    params: SamplingParams,
+    prompts: Sequence[list[int]],
+    pool: Pool,
+    caller: Caller,
+    options: JobOptions,
+) -> list[Envelope]:
+    """One envelope per prompt, each with an id of its own.
+
+    Raises:
+        ContextLengthExceededError: a prompt does not fit; nothing is queued of the others either.
+    """
+    fitted = [fit(request, params, prompt, pool) for prompt in prompts]
+    salt = cache_salt(caller, request.cache_salt)
+    created = time.time_ns() // 1_000_000
+    result = []
+    for prompt, max_tokens in fitted:
+        lane = keys.lane_of(
+            pool.card.lanes, adapter=None, prompt_cache_key=request.prompt_cache_key, token_ids=prompt
+        )  # fmt: skip
+        seed = draw_seed() if params.seed is None else params.seed
+        result.append(
+            Envelope(
+                id=str(JobId.new(pool.card.pool, lane)),
+                tenant=caller.tenant,
+                model=request.model,
+                prompt_token_ids=prompt,
+                sampling=msgspec.structs.replace(params, max_tokens=max_tokens, seed=seed),
+                kind="chat" if isinstance(request, ChatCompletionRequest) else "completion",
+                job_class=options.job_class,
+                cache_salt=salt,
+                flush_ms=options.flush_ms,
+                request_id=caller.request_id,
+                metadata=options.metadata,
+                trace=caller.trace or {},
+                created_ms=created,
+            )
+        )
+    return result
+
+
+def cache_salt(caller: Caller, clients: str | None) -> str | None:
+    """What separates prefix caches: the tenant's own, with the client's mixed in, so that no one can take another's."""
+    if not caller.authenticated and clients is None:
+        return None
+    mixed = hashlib.blake2b(key=caller.tenant.encode()[:64], digest_size=16)
+    mixed.update(b"" if clients is None else b"\x01" + clients.encode("utf-8", "surrogatepass"))
+    return mixed.hexdigest()
+
+
+def _tokens_name(request: GenerationRequest) -> str:
+    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
+        return "max_completion_tokens"
+    return "max_tokens"

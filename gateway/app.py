@@ -1,0 +1,113 @@
+"""The application: what lives as long as the process, middleware, routes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+
+import structlog
+from fastapi import FastAPI
+
+from gateway import docs, errors
+from gateway.admission import Keyring
+from gateway.catalogue import Catalogue
+from gateway.hub import Hub
+from gateway.metrics import GatewayMetrics
+from gateway.middleware import Authentication, BodyLimit, RequestScope
+from gateway.preparation import Preparer
+from gateway.routes import chat, completions, health, jobs, models
+from gateway.services import Services
+from gateway.submission import Submitter
+from shared import connect
+from shared.jobs import LaneLimits, Lifetime
+from shared.jobstore import JobStore
+from shared.settings import GatewaySettings
+
+log = structlog.get_logger(__name__)
+
+#: Longest pause between two looks of a silent stream at the clock.
+IDLE_S = 5.0
+
+
+def create_app(settings: GatewaySettings) -> FastAPI:
+    """The gateway as an ASGI application. Redis may be away when it starts; it is then not ready."""
+    metrics = GatewayMetrics()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            app.state.services = await _open(settings, metrics, stack)
+            yield
+
+    app = FastAPI(
+        title="Ropeway",
+        version=_version(),
+        description="Message-queue-driven inference",
+        lifespan=lifespan,
+        redoc_url=None,
+    )
+    for room in (chat, completions, models, jobs, health):
+        app.include_router(room.router)
+    errors.install(app)
+    docs.install(app)
+    # The last one added is the outermost.
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(Authentication, keyring=Keyring([key.get_secret_value() for key in settings.api_keys]))
+    app.add_middleware(RequestScope, metrics=metrics)
+    return app
+
+
+async def _open(settings: GatewaySettings, metrics: GatewayMetrics, stack: AsyncExitStack) -> Services:
+    """Open everything; `stack` closes it in the opposite order."""
+    client = connect.connect(settings.redis_url)
+    stack.push_async_callback(client.aclose)
+    listener = connect.connect_pubsub(settings.redis_url)
+    stack.push_async_callback(listener.aclose)
+    executor = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenizer")
+    stack.callback(executor.shutdown, wait=False, cancel_futures=True)
+    store = JobStore(
+        client,
+        limits=LaneLimits(settings.max_queued_jobs, settings.max_queued_tokens),
+        lifetime=Lifetime(settings.deadline_s, settings.max_run_s, settings.retention_s),
+    )
+    hub = await stack.enter_async_context(
+        Hub(
+            listener,
+            store,
+            metrics,
+            max_streams=settings.max_live_streams,
+            queue_frames=settings.stream_queue_frames,
+            idle_s=min(IDLE_S, settings.keepalive_s),
+        )
+    )
+    submitter = Submitter(store, client, metrics)
+    stack.push_async_callback(submitter.close)
+    catalogue = Catalogue(store, executor)
+    refresher = asyncio.create_task(catalogue.run(), name="catalogue")
+    stack.push_async_callback(_stop, refresher)
+    log.info("gateway.started", redis=connect.mask(settings.redis_url))
+    return Services(
+        settings=settings,
+        store=store,
+        catalogue=catalogue,
+        preparer=Preparer(catalogue, executor, settings),
+        hub=hub,
+        submitter=submitter,
+        metrics=metrics,
+        executor=executor,
+    )
+
+
+async def _stop(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _version() -> str:
+    try:
+        return version("ropeway")
+    except PackageNotFoundError:  # run from a checkout that was never installed
+        return "0"

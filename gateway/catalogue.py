@@ -1,0 +1,152 @@
+"""The pools that this gateway can serve: cards, tokenizers and live workers, read from the job store."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import structlog
+
+from gateway.prompts import PromptEncoder
+from shared.errors import ModelNotFoundError, ProtocolError, RopewayError
+from shared.jobstore import JobStore
+from shared.protocol import Card, TokenizerBundle, WorkerInfo
+
+log = structlog.get_logger(__name__)
+
+REFRESH_S = 5.0
+#: An unknown name makes the catalogue look again, at most this often.
+MISS_REFRESH_S = 0.5
+#: A worker not heard of for so long counts as gone.
+WORKER_TTL_MS = 15_000
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """One pool as the gateway sees it."""
+
+    card: Card
+    encoder: PromptEncoder
+    workers: tuple[WorkerInfo, ...] = ()
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens in the largest KV cache of a live worker; while none lives, in that of the card's writer."""
+        return max((w.kv_tokens for w in self.workers), default=0) or self.card.kv_tokens
+
+    @property
+    def max_sequence(self) -> int:
+        """The longest that one sequence can get, prompt and output."""
+        return min(self.card.max_model_len, self.kv_tokens) if self.kv_tokens else self.card.max_model_len
+
+
+class Catalogue:
+    """Pools by name, refreshed every few seconds and when a name is not found.
+
+    Reads only; one lock makes refreshes follow each other.
+    """
+
+    def __init__(self, store: JobStore, executor: Executor) -> None:
+        self._store = store
+        self._executor = executor
+        self._pools: dict[str, Pool] = {}
+        self._lock = asyncio.Lock()
+        self._refreshed = -MISS_REFRESH_S
+        self._broken: dict[str, tuple[str, int]] = {}
+
+    @property
+    def pools(self) -> Sequence[Pool]:
+        """All pools known now, by name."""
+        return [self._pools[name] for name in sorted(self._pools)]
+
+    async def find(self, model: str) -> Pool:
+        """The pool that serves a model.
+
+        Raises:
+            ModelNotFoundError: no pool has this name.
+            ServiceUnavailableError: Redis is away, so it cannot be known.
+        """
+        pool = self._pools.get(model)
+        if pool is None:
+            await self._refresh_after_miss()
+            pool = self._pools.get(model)
+        if pool is None:
+            raise ModelNotFoundError("model: no model with this name is served here", param="model")
+        return pool
+
+    async def refresh_if_empty(self) -> None:
+        """Look again where nothing is known.
+
+        Raises:
+            ServiceUnavailableError: Redis is away.
+        """
+        if not self._pools:
+            await self._refresh_after_miss()
+
+    async def refresh(self) -> None:
+        """Read everything again; a pool whose card did not change keeps its tokenizer.
+
+        Raises:
+            ServiceUnavailableError: Redis is away; what was known stays.
+        """
+        async with self._lock:
+            pools: dict[str, Pool] = {}
+            for name in await self._store.pools():
+                try:
+                    pool = await self._read(name)
+                except ProtocolError as error:  # one pool of another wire version must not hide the others
+                    log.error("catalogue.pool_unreadable", pool=name, error=error.message)
+                    continue
+                if pool is not None:
+                    pools[name] = pool
+            self._pools = pools
+            self._refreshed = time.monotonic()
+
+    async def run(self) -> None:
+        """Refresh for ever."""
+        while True:
+            try:
+                await self.refresh()
+            except RopewayError as error:
+                log.warning("catalogue.refresh_failed", error=error.message)
+            await asyncio.sleep(REFRESH_S)
+
+    async def _refresh_after_miss(self) -> None:
+        if time.monotonic() - self._refreshed >= MISS_REFRESH_S:
+            await self.refresh()
+
+    async def _read(self, name: str) -> Pool | None:
+        card = await self._store.get_card(name)
+        if card is None:
+            return None
+        workers = tuple(await self._store.live_workers(name, WORKER_TTL_MS))
+        known = self._pools.get(name)
+        if known is not None and known.card == card:
+            return Pool(card, known.encoder, workers)
+        encoder = await self._encoder(card)
+        return None if encoder is None else Pool(card, encoder, workers)
+
+    async def _encoder(self, card: Card) -> PromptEncoder | None:
+        """The pool's tokenizer; None where its bundle is missing or cannot be read, logged once per card."""
+        version = (card.digest, card.created_ms)
+        if self._broken.get(card.pool) == version:
+            return None
+        try:
+            bundle = await self._store.get_bundle(card.pool)
+            if bundle is None:
+                log.warning("catalogue.no_tokenizer", pool=card.pool)
+                return None
+            return await self._build(card, bundle)
+        except (ValueError, ProtocolError) as error:
+            log.error("catalogue.pool_unusable", pool=card.pool, error=str(error))
+            self._broken[card.pool] = version
+            return None
+
+    async def _build(self, card: Card, bundle: TokenizerBundle) -> PromptEncoder:
+        loop = asyncio.get_running_loop()
+        encoder = await loop.run_in_executor(self._executor, PromptEncoder, card, bundle)
+        log.info("catalogue.pool", pool=card.pool, context=card.max_model_len, lanes=card.lanes)
+        return encoder

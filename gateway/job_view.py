@@ -1,0 +1,114 @@
+"""A job as the jobs API shows it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from gateway import errors, wire_format
+from gateway.answers import Shape, from_result
+from gateway.wire_format import UsageBody
+from shared.jobs import JobView
+from shared.protocol import FINAL_STATUSES, Envelope, JobClass, JobStatus, Result, Timings, decode
+
+
+class JobError(msgspec.Struct, frozen=True):
+    """Why a job failed."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class JobBody(msgspec.Struct, frozen=True, rename={"job_class": "class"}):
+    """A job. Times are Unix seconds, null where not yet; `result` is the answer in the shape of its endpoint."""
+
+    id: str
+    kind: Literal["chat", "completion"]
+    model: str
+    status: JobStatus
+    job_class: JobClass
+    created_at: int
+    started_at: int | None = None
+    finished_at: int | None = None
+    deadline_at: int | None = None
+    attempts: int = 0
+    last_seq: int = 0
+    cancel_requested: bool = False
+    request_id: str | None = None
+    metadata: dict[str, str] = {}
+    usage: UsageBody | None = None
+    timings: Timings | None = None
+    error: JobError | None = None
+    result: msgspec.Raw | None = None
+    object: str = "job"
+
+
+def of_envelope(envelope: Envelope) -> bytes:
+    """A job that was queued a moment ago."""
+    return wire_format.encode(
+        JobBody(
+            id=envelope.id,
+            kind=envelope.kind,
+            model=envelope.model,
+            status="queued",
+            job_class=envelope.job_class,
+            created_at=envelope.created_ms // 1000,
+            request_id=envelope.request_id,
+            metadata=envelope.metadata,
+        )
+    )
+
+
+def of_view(view: JobView) -> bytes:
+    """A job as the queue has it.
+
+    Raises:
+        ProtocolError: its result does not decode.
+    """
+    envelope = view.envelope
+    result = None
+    if view.result is not None and view.status in FINAL_STATUSES:
+        result = decode(view.result, Result)
+    return wire_format.encode(
+        JobBody(
+            id=view.id,
+            kind=envelope.kind,
+            model=envelope.model,
+            status=view.status,
+            job_class=envelope.job_class,
+            created_at=view.submitted_ms // 1000,
+            started_at=view.started_ms // 1000 or None,
+            finished_at=view.finished_ms // 1000 or None,
+            deadline_at=view.deadline_ms // 1000 or None,
+            attempts=view.attempts,
+            last_seq=view.last_seq,
+            cancel_requested=view.cancel_requested,
+            request_id=envelope.request_id,
+            metadata=envelope.metadata,
+            usage=None if result is None else UsageBody.of([result.usage]),
+            timings=None if result is None else result.timings,
+            error=None if result is None else _error(view.id, result),
+            result=None if result is None else msgspec.Raw(from_result(_shape(envelope), result)),
+        )
+    )
+
+
+def _shape(envelope: Envelope) -> Shape:
+    return Shape(
+        kind=envelope.kind,
+        model=envelope.model,
+        job_ids=[envelope.id],
+        n=envelope.sampling.n,
+        created=envelope.created_ms // 1000,
+        logprobs=envelope.sampling.logprobs,
+    )
+
+
+def _error(job_id: str, result: Result) -> JobError | None:
+    if result.error is None:
+        return None
+    info = errors.public(errors.error_of(result.error, job_id), job_id)
+    return JobError(info.message, info.type, info.param, info.code)

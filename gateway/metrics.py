@@ -1,0 +1,72 @@
+"""Metrics of one gateway, in a registry of its own, under the field's usual names."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import generate_latest
+
+from shared.metrics import E2E_BUCKETS, TTFT_BUCKETS
+from shared.protocol import Timings, Usage
+
+
+class GatewayMetrics:
+    """Counters and histograms; one per application."""
+
+    def __init__(self) -> None:
+        self.registry = r = CollectorRegistry()
+        self.requests = Counter(
+            "ropeway_http_requests", "Requests by route and status", ["method", "route", "status"], registry=r
+        )
+        self.request_seconds = Histogram(
+            "ropeway_http_request_seconds",
+            "From request to the end of the answer",
+            ["route"],
+            buckets=E2E_BUCKETS,
+            registry=r,
+        )
+        self.streams = Gauge("ropeway_gateway_streams", "Followers of jobs that are open", registry=r)
+        self.ttft = Histogram(
+            "ropeway_gateway_time_to_first_token_seconds",
+            "From request to the first text, streams only",
+            ["model"],
+            buckets=TTFT_BUCKETS,
+            registry=r,
+        )
+        self.queue_seconds = Histogram(
+            "ropeway_gateway_queue_time_seconds", "From submit to pull", ["model"], buckets=TTFT_BUCKETS, registry=r
+        )
+        self.e2e = Histogram(
+            "ropeway_gateway_e2e_request_latency_seconds",
+            "From request to the last token",
+            ["model"],
+            buckets=E2E_BUCKETS,
+            registry=r,
+        )
+        self.prompt_tokens = Counter("ropeway_gateway_prompt_tokens", "Of ended requests", ["model"], registry=r)
+        self.generation_tokens = Counter(
+            "ropeway_gateway_generation_tokens", "Of ended requests", ["model"], registry=r
+        )
+        self.jobs = Counter(
+            "ropeway_gateway_jobs", "Jobs submitted, by outcome of the call", ["model", "outcome"], registry=r
+        )
+        self.cancels = Counter("ropeway_gateway_cancels", "Jobs cancelled because their client went away", registry=r)
+        self.events = Counter("ropeway_gateway_events", "Server-sent events", registry=r)
+        self.log_reads = Counter(
+            "ropeway_gateway_log_reads", "Reads of a job's log in place of its channel", registry=r
+        )
+        self.overflows = Counter(
+            "ropeway_gateway_queue_overflows", "Slow readers moved from the channel to the log", registry=r
+        )
+        self.reconnects = Counter("ropeway_gateway_pubsub_reconnects", "Losses of the pub/sub connection", registry=r)
+
+    def ended(self, model: str, seconds: float, usage: Usage, timings: Timings | None) -> None:
+        """A request is over."""
+        self.e2e.labels(model).observe(seconds)
+        self.prompt_tokens.labels(model).inc(usage.prompt_tokens)
+        self.generation_tokens.labels(model).inc(usage.completion_tokens)
+        if timings is not None:
+            self.queue_seconds.labels(model).observe(timings.queue_ms / 1000)
+
+    def render(self) -> bytes:
+        """The text format of Prometheus."""
+        return generate_latest(self.registry)

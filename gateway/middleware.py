@@ -1,0 +1,140 @@
+"""Pure ASGI middleware: request ids, access log and metrics; API keys; a cap on bodies. None of it buffers."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+
+import structlog
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway import errors
+from gateway.admission import Keyring
+from gateway.errors import UnsupportedMediaTypeError
+from gateway.metrics import GatewayMetrics
+from shared.errors import PayloadTooLargeError, RopewayError
+
+log = structlog.get_logger(__name__)
+
+#: Paths that need no key: probes, metrics and the documentation.
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/docs", "/openapi.json"})
+_PROBES = frozenset({"/health", "/ready", "/metrics"})
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
+
+
+class RequestScope:
+    """Outermost: gives each request an id of its own, echoes the client's, logs and counts it, catches what is left.
+
+    `scope["state"]` gets `internal_id` and `request_id`; routes may add `job_id`.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.monotonic()
+        state = scope.setdefault("state", {})
+        state["internal_id"] = internal = secrets.token_hex(16)
+        state["request_id"] = given = _client_id(Headers(scope=scope).get("x-request-id"))
+        status = 0
+
+        async def tagged(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = given or internal
+            await send(message)
+
+        try:
+            await self._app(scope, receive, tagged)
+        except ClientDisconnect:
+            pass  # while its body was read: nobody is left to answer, and it is logged below
+        except Exception:  # whatever it is, the client gets the error body and the log the traceback
+            log.exception("request.internal_error", internal_id=internal)
+            if not status:
+                await errors.answer(errors.internal(internal))(scope, receive, tagged)
+        finally:
+            self._record(scope, status or 499, time.monotonic() - started)
+
+    def _record(self, scope: Scope, status: int, seconds: float) -> None:
+        route, state = scope.get("route"), scope["state"]
+        path = getattr(route, "path", "unmatched")
+        self._metrics.requests.labels(scope["method"], path, str(status)).inc()
+        self._metrics.request_seconds.labels(path).observe(seconds)
+        write = log.debug if path in _PROBES else log.info
+        write(
+            "http.request",
+            method=scope["method"],
+            route=path,
+            status=status,
+            ms=round(seconds * 1000, 2),
+            internal_id=state["internal_id"],
+            request_id=state["request_id"],
+            job_id=state.get("job_id"),
+        )
+
+
+class Authentication:
+    """Asks for an API key where any is set; gives the tenant to the routes."""
+
+    def __init__(self, app: ASGIApp, keyring: Keyring) -> None:
+        self._app, self._keyring = app, keyring
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            state = scope.setdefault("state", {})
+            try:
+                state["tenant"] = self._keyring.tenant(Headers(scope=scope).get("authorization"))
+            except RopewayError as error:
+                await errors.answer_of(error, str(state.get("internal_id")))(scope, receive, send)
+                return
+            state["authenticated"] = self._keyring.required
+        await self._app(scope, receive, send)
+
+
+class BodyLimit:
+    """Refuses bodies over a number of bytes, before or while they are read, and compressed ones."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app, self._max = app, max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        error: RopewayError | None = None
+        if headers.get("content-encoding", "identity").strip().lower() not in ("identity", ""):
+            error = UnsupportedMediaTypeError("Content-Encoding: compressed bodies are not taken")
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > self._max:
+            error = self._too_large()
+        if error is not None:
+            await errors.answer_of(error, str(scope.get("state", {}).get("internal_id")))(scope, receive, send)
+            return
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            if message["type"] == "http.request":
+                seen += len(message.get("body", b""))
+                if seen > self._max:
+                    raise self._too_large()
+            return message
+
+        await self._app(scope, counted, send)
+
+    def _too_large(self) -> PayloadTooLargeError:
+        return PayloadTooLargeError(f"The body is larger than {self._max} bytes")
+
+
+def _client_id(value: str | None) -> str | None:
+    """The client's id if it can be echoed and logged as it is."""
+    return value if value is not None and _REQUEST_ID.match(value) else None

@@ -1,0 +1,88 @@
+"""From a parsed request to envelopes: everything that can refuse a request before it touches the queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from gateway import answers
+from gateway.admission import Caller, JobOptions, envelopes
+from gateway.answers import Shape
+from gateway.catalogue import Catalogue
+from gateway.prompts import PromptEncoder, split_prompts
+from gateway.sampling import check_choices, sampling_params
+from gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from shared.errors import InvalidRequestError
+from shared.protocol import Envelope
+from shared.settings import GatewaySettings
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that may be queued."""
+
+    envelopes: Sequence[Envelope]
+    shape: Shape
+
+
+class Preparer:
+    """Checks, renders and tokenizes requests. Nothing that it refuses has touched the queue."""
+
+    def __init__(self, catalogue: Catalogue, executor: Executor, settings: GatewaySettings) -> None:
+        self._catalogue, self._executor, self._settings = catalogue, executor, settings
+
+    async def prepare(
+        self, request: GenerationRequest, caller: Caller, options: JobOptions, *, single: bool = False
+    ) -> Prepared:
+        """Envelopes of a request; `single` refuses more than one prompt.
+
+        Raises:
+            InvalidRequestError, ModelNotFoundError: with the field at fault.
+            ServiceUnavailableError: Redis is away and the model not known here.
+        """
+        prompts = split_prompts(request.prompt) if isinstance(request, CompletionRequest) else [""]
+        if single and len(prompts) > 1:
+            raise InvalidRequestError("prompt: a job has one prompt", param="prompt")
+        if len(prompts) > self._settings.max_prompts:
+            raise InvalidRequestError(
+                f"prompt: {len(prompts)} prompts, at most {self._settings.max_prompts} are allowed", param="prompt"
+            )
+        check_choices(request, len(prompts), self._settings.max_choices)
+        pool = await self._catalogue.find(request.model)
+        params = sampling_params(request, pool.card)
+        loop = asyncio.get_running_loop()
+        tokens, echo = await loop.run_in_executor(self._executor, _encode, request, pool.encoder)
+        jobs = envelopes(request, params, tokens, pool, caller, options)
+        shape = Shape(
+            kind=jobs[0].kind,
+            model=request.model,
+            job_ids=[job.id for job in jobs],
+            n=params.n,
+            created=answers.now(),
+            logprobs=params.logprobs,
+            include_usage=bool(request.stream_options and request.stream_options.include_usage),
+            echo=echo,
+        )
+        return Prepared(jobs, shape)
+
+
+def _encode(request: GenerationRequest, encoder: PromptEncoder) -> tuple[list[list[int]], list[str]]:
+    """Token ids of each prompt, and the text of each where it is echoed. Runs in a thread."""
+    special = request.add_special_tokens
+    if isinstance(request, ChatCompletionRequest):
+        ids = encoder.chat(
+            request.messages,
+            add_generation_prompt=request.add_generation_prompt is not False,
+            continue_final_message=bool(request.continue_final_message),
+            kwargs=request.chat_template_kwargs,
+            add_special_tokens=bool(special),
+        )
+        return [ids], []
+    assert isinstance(request, CompletionRequest)
+    tokens = encoder.completion(request.prompt, add_special_tokens=special is not False)
+    if not request.echo:
+        return tokens, []
+    prompts = split_prompts(request.prompt)
+    return tokens, [p if isinstance(p, str) else encoder.decode(p) for p in prompts]

@@ -1,0 +1,20 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from gateway.docs import body_docs
+from gateway.errors import reference_of
+from gateway.generation import GenerationResponse
+from gateway.schemas import CompletionRequest
+from gateway.services import body_of, caller_of, services_of
+
+router = APIRouter(tags=["generation"])
+
+
+@router.post("/v1/completions", openapi_extra=body_docs(CompletionRequest), response_model=None)
+async def create_completion(request: Request) -> Response:
+    """Go on with one or many prompts, as a stream of server-sent events if `stream` is true."""
+    body = await body_of(request, CompletionRequest)
+    return GenerationResponse(services_of(request), body, caller_of(request), reference_of(request))

@@ -1,0 +1,72 @@
+"""What routes work with: made once by the application, found through the request."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
+
+from gateway.admission import ANONYMOUS, Caller
+from gateway.catalogue import Catalogue
+from gateway.hub import Hub
+from gateway.metrics import GatewayMetrics
+from gateway.preparation import Preparer
+from gateway.schemas import parse
+from gateway.submission import Submitter
+from shared.jobstore import JobStore
+from shared.settings import GatewaySettings
+
+#: Bodies larger than this are parsed in a thread.
+_INLINE_BYTES = 64 * 1024
+
+M = TypeVar("M", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Everything that lives as long as the application."""
+
+    settings: GatewaySettings
+    store: JobStore
+    catalogue: Catalogue
+    preparer: Preparer
+    hub: Hub
+    submitter: Submitter
+    metrics: GatewayMetrics
+    executor: Executor
+
+
+def services_of(request: Request) -> Services:
+    """Those of the application that serves this request."""
+    services = request.app.state.services
+    assert isinstance(services, Services)
+    return services
+
+
+def caller_of(request: Request) -> Caller:
+    """Who sent this request, as the middleware found out."""
+    state = request.scope.get("state", {})
+    trace = {name: v for name in ("traceparent", "tracestate") if (v := request.headers.get(name)) and len(v) <= 512}
+    return Caller(
+        tenant=state.get("tenant", ANONYMOUS),
+        authenticated=state.get("authenticated", False),
+        request_id=state.get("request_id"),
+        trace=trace,
+    )
+
+
+async def body_of(request: Request, model: type[M]) -> M:
+    """The body, parsed; a large one off the event loop.
+
+    Raises:
+        InvalidRequestError, PayloadTooLargeError: see `gateway.schemas.parse` and `gateway.middleware.BodyLimit`.
+    """
+    data = await request.body()
+    if len(data) <= _INLINE_BYTES:
+        return parse(model, data)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(services_of(request).executor, parse, model, data)

@@ -1,0 +1,114 @@
+"""Submitting jobs, and ending those whose client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+
+import redis.asyncio
+import redis.exceptions
+import structlog
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+
+from gateway.metrics import GatewayMetrics
+from shared import keys
+from shared.errors import OverloadedError, RopewayError, ServiceUnavailableError
+from shared.jobs import Lifetime
+from shared.jobstore import JobStore
+from shared.keys import JobId
+from shared.protocol import Envelope
+
+log = structlog.get_logger(__name__)
+
+#: Jobs of one request that are submitted at the same time.
+_PARALLEL = 16
+_CANCEL_ATTEMPTS = 6
+#: Seconds that closing waits for cancels under way.
+CLOSE_S = 3.0
+
+
+class Submitter:
+    """Puts jobs into the queue and takes them back. Commands are never broken off in the middle."""
+
+    def __init__(self, store: JobStore, client: redis.asyncio.Redis, metrics: GatewayMetrics) -> None:
+        self._store, self._client, self._metrics = store, client, metrics
+        self._cancels: set[asyncio.Task[None]] = set()
+        self._closing = asyncio.Event()
+
+    async def submit(self, envelopes: Sequence[Envelope], lifetime: Lifetime | None = None) -> None:
+        """Queue all jobs of a request, or none.
+
+        Raises:
+            OverloadedError: a limit of a lane is reached.
+            ServiceUnavailableError: Redis is away, full, loading or read-only.
+        """
+        gate = asyncio.Semaphore(_PARALLEL)
+
+        async def one(envelope: Envelope) -> None:
+            async with gate:
+                await self._store.submit(envelope, lifetime=lifetime)
+
+        answers: list[BaseException | None] = await asyncio.gather(
+            *(one(envelope) for envelope in envelopes), return_exceptions=True
+        )
+        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+        self._count(envelopes, answers)
+        if not errors:
+            return
+        # An answer that was lost on its way says nothing of whether the job was queued: end those too.
+        unsure = [e.id for e, a in zip(envelopes, answers, strict=True) if not isinstance(a, OverloadedError)]
+        self.cancel_later(unsure, 0.0)
+        raise errors[0]
+
+    def cancel_later(self, job_ids: Sequence[str], grace_s: float, *, leave_readers: bool = False) -> None:
+        """End jobs after a grace, in the background; `leave_readers` spares those that somebody follows by then."""
+        if not job_ids:
+            return
+        task = asyncio.create_task(self._cancel(list(job_ids), grace_s, leave_readers))
+        self._cancels.add(task)
+        task.add_done_callback(self._cancels.discard)
+
+    async def close(self) -> None:
+        """End what is in its grace now; wait for it, not for ever."""
+        self._closing.set()
+        if self._cancels:
+            _, late = await asyncio.wait(self._cancels, timeout=CLOSE_S)
+            for task in late:
+                task.cancel()
+
+    async def _cancel(self, job_ids: list[str], grace_s: float, leave_readers: bool) -> None:
+        if grace_s > 0:
+            with suppress(TimeoutError):  # the usual way: the grace is over
+                await asyncio.wait_for(self._closing.wait(), grace_s)
+        for job_id in job_ids:
+            try:
+                if grace_s > 0 and leave_readers and await self._followed(job_id):
+                    continue
+                async for attempt in AsyncRetrying(
+                    retry=retry_if_exception_type(ServiceUnavailableError),
+                    wait=wait_random_exponential(multiplier=0.1, max=2.0),
+                    stop=stop_after_attempt(_CANCEL_ATTEMPTS),
+                    reraise=True,
+                ):
+                    with attempt:
+                        status = await self._store.cancel(job_id)
+                self._metrics.cancels.inc()
+                log.info("job.cancelled", job_id=job_id, status=status)
+            except RopewayError as error:
+                log.warning("job.cancel_failed", job_id=job_id, error=error.message)
+
+    async def _followed(self, job_id: str) -> bool:
+        """Whether any gateway follows the job now: its client may be back under another connection."""
+        channel = keys.events(JobId.parse(job_id))
+        try:
+            counts = await self._client.pubsub_numsub(channel)
+        except redis.exceptions.RedisError as error:
+            log.warning("job.readers_unknown", job_id=job_id, error=str(error))
+            return False
+        return any(number for _, number in counts)
+
+    def _count(self, envelopes: Sequence[Envelope], answers: Sequence[BaseException | None]) -> None:
+        for envelope, answer in zip(envelopes, answers, strict=True):
+            outcome = "accepted" if answer is None else "overloaded" if isinstance(answer, OverloadedError) else "error"
+            self._metrics.jobs.labels(envelope.model, outcome).inc()
