@@ -164,9 +164,11 @@ def lane_of(lanes: int, *, adapter: str | None, prompt_cache_key: str | None, to
 
 def home_lanes(owner: str, owners: Sequence[str], lanes: int) -> list[int]:
     """Lanes whose highest rendezvous weight among `owners` is `owner`'s (Thaler and Ravishankar, 1998)."""
-    return [
-        lane for lane in range(lanes) if max(owners, key=lambda o, n=lane: (_hash(f"{n}:{o}".encode()), o)) == owner
-    ]  # type: ignore[misc]
+
+    def home(lane: int) -> str:
+        return max(owners, key=lambda candidate: (_hash(f"{lane}:{candidate}".encode()), candidate))
+
+    return [lane for lane in range(lanes) if home(lane) == owner]
 
 
 def _hash(data: bytes) -> int:

@@ -28,6 +28,7 @@ end
 -- Add to the exact counters of a state, `queued` or `running`: in total, and by class and bucket.
 local function count(state, class, bucket, jobs, tokens)
   local stats, place = PREFIX .. 'stats', ':' .. class .. ':' .. bucket
+  tokens = int(tokens + 0) -- never "-0", which HINCRBY refuses
   redis.call('HINCRBY', stats, state .. '_jobs', jobs)
   redis.call('HINCRBY', stats, state .. '_tokens', tokens)
   redis.call('HINCRBY', stats, state .. '_jobs' .. place, jobs)

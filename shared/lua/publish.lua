@@ -9,7 +9,7 @@ local key, log = KEYS[1], KEYS[2]
 local first, frames = tonumber(ARGV[4]), tonumber(ARGV[5])
 local status, result = ARGV[6 + frames], ARGV[7 + frames]
 local last = first + frames - 1
-local held = redis.call('HMGET', key, 'owner', 'epoch', 'status', 'seq', 'cancel')
+local held = redis.call('HMGET', key, 'owner', 'epoch', 'status', 'seq', 'cancel', 'expires_ms')
 if held[1] ~= ARGV[2] or held[2] ~= ARGV[3] then
   return 2
 end
@@ -38,7 +38,7 @@ if status then
   close(read_job(ARGV[1]), status, result)
   return 0
 end
-if appended > 0 and redis.call('XLEN', log) == appended then
-  redis.call('PEXPIREAT', log, redis.call('HGET', key, 'expires_ms'))
+if seq == 0 and appended > 0 then
+  redis.call('PEXPIREAT', log, held[6])
 end
 return held[5] == '1' and 1 or 0

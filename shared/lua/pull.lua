@@ -104,7 +104,7 @@ end
 local function drop_entry(stream, entry, state)
   redis.call('XACK', stream, GROUP, entry.id)
   redis.call('XDEL', stream, entry.id)
-  if entry.class and entry.bucket then
+  if entry.job and entry.class and entry.bucket then
     count(state, entry.class, entry.bucket, -1, -entry.cost)
   end
 end
@@ -116,15 +116,18 @@ local function fits(level, job)
   return job.cost <= max_cost and job.seqs <= sequences[level] and job.cost <= tokens[level]
 end
 
--- What is admitted in one class is no longer free for it and for those below.
-local function spend(level, job)
-  for i = level, #CLASSES do
+local LEVELS = { high = 1, normal = 2, batch = 3 }
+-- Set while jobs are taken that have waited so long that they go before the higher classes.
+local aged = false
+
+-- What is admitted in one class is no longer free for it and for those below. A job that goes before its turn counts for
+-- all classes: else a higher one would take its place at once.
+local function spend(job)
+  for i = aged and 1 or LEVELS[job.class], #CLASSES do
     sequences[i] = sequences[i] - job.seqs
     tokens[i] = tokens[i] - job.cost
   end
 end
-
-local LEVELS = { high = 1, normal = 2, batch = 3 }
 
 -- Whether suspicion lets the caller have a job now: `yes`, `alone`, or `no`.
 local function admissible(deaths)
@@ -147,7 +150,7 @@ local function grant(job, alone)
   if job.deaths > 0 then
     suspects = suspects - 1
   end
-  spend(LEVELS[job.class], job)
+  spend(job)
   full = full or alone
   last_expiry = math.max(last_expiry, tonumber(job.expires_ms))
   answer_job(job)
@@ -325,11 +328,13 @@ local function waited_ms(job)
   return now_ms - math.floor(job.submitted_us / 1000)
 end
 
--- By class: the bucket whose turn it is, and by bucket whether anything is queued and how many tokens it has saved up.
+-- By class: the bucket whose turn it is, the one whose head did not fit at its turn (or -1), and by bucket whether
+-- anything is queued and how many tokens it has saved up.
 local function read_turns()
   local fields, all = {}, {}
   for _, class in ipairs(CLASSES) do
     fields[#fields + 1] = 'turn:' .. class
+    fields[#fields + 1] = 'passed_over:' .. class
     for bucket = 0, BUCKETS - 1 do
       fields[#fields + 1] = 'queued_jobs:' .. class .. ':' .. bucket
       fields[#fields + 1] = 'deficit:' .. class .. ':' .. bucket
@@ -337,13 +342,13 @@ local function read_turns()
   end
   local v = redis.call('HMGET', stats, unpack(fields))
   for level = 1, #CLASSES do
-    local base = (level - 1) * (2 * BUCKETS + 1) + 1
-    local turns = { turn = tonumber(v[base]) or 0, open = {}, deficit = {} }
+    local base = (level - 1) * (2 * BUCKETS + 2) + 1
+    local turns = { turn = tonumber(v[base]) or 0, passed_over = tonumber(v[base + 1]) or -1, open = {}, deficit = {} }
     for bucket = 0, BUCKETS - 1 do
-      local queued_here = tonumber(v[base + 1 + 2 * bucket]) or 0
+      local queued_here = tonumber(v[base + 2 + 2 * bucket]) or 0
       turns.open[bucket] = queued_here > 0
       turns.any = turns.any or queued_here > 0
-      turns.deficit[bucket] = tonumber(v[base + 2 + 2 * bucket]) or 0
+      turns.deficit[bucket] = tonumber(v[base + 3 + 2 * bucket]) or 0
     end
     all[level] = turns
   end
@@ -352,7 +357,7 @@ end
 
 local function write_turns(level, turns)
   local class = CLASSES[level]
-  local fields = { 'turn:' .. class, turns.turn }
+  local fields = { 'turn:' .. class, turns.turn, 'passed_over:' .. class, turns.passed_over }
   for bucket = 0, BUCKETS - 1 do
     fields[#fields + 1] = 'deficit:' .. class .. ':' .. bucket
     fields[#fields + 1] = int(turns.deficit[bucket])
@@ -394,8 +399,11 @@ local function serve_bucket(level, bucket, turns, stuck, most)
     end
     if not fits(level, job) then
       stuck[bucket] = true
-      if job.cost <= max_cost and waited_ms(job) > PATIENCE_MS then
-        return 'wait'
+      if job.cost <= max_cost then
+        turns.passed_over = bucket
+        if waited_ms(job) > PATIENCE_MS then
+          return 'wait'
+        end
       end
     else
       take(stream, job, false)
@@ -413,9 +421,21 @@ end
 -- Deficit round robin over the buckets of a class (Shreedhar and Varghese, 1995), at most `most` jobs.
 -- Answers false if the lower classes must wait.
 local function serve_class(level, turns, most)
-  local stuck, go_on = {}, true
-  local left, first = most, turns.turn
-  local again = true
+  local stuck, go_on, left, again = {}, true, most, true
+  local late = turns.passed_over
+  turns.passed_over = -1
+  if turns.open[late] then
+    local taken = serve_bucket(level, late, turns, stuck, left)
+    if taken == 'wait' then
+      write_turns(level, turns)
+      return false
+    elseif taken == 'spent' then
+      again = false
+    else
+      left = left - taken
+    end
+  end
+  local first = turns.turn
   while again and left > 0 do
     local taken_in_round = 0
     for i = 0, BUCKETS - 1 do
@@ -474,7 +494,9 @@ local function serve_classes()
   end
   for level = #CLASSES, 2, -1 do
     if room(level) and oldest_wait_ms(level, all[level]) > AGED_MS then
+      aged = true
       serve_class(level, all[level], 1)
+      aged = false
     end
   end
   for level = 1, #CLASSES do
