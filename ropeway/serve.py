@@ -39,11 +39,11 @@ class Layout:
 
     @classmethod
     def of(cls, given: Given, redis_url: str) -> Layout:
-        """Settings of both processes; port 0 becomes a free one, since both sides must know it."""
+        """Settings of both processes; port 0 becomes a free one, since this process must know it."""
         given = {**given, "redis_url": redis_url}
         gateway, worker = build(GatewaySettings, given), build(WorkerSettings, given)
-        given["port"] = gateway.port or _free_port(gateway.host)
-        given["health_port"] = worker.health_port or _free_port(worker.health_host)
+        given["port"] = _listenable(gateway.host, gateway.port)
+        given["health_port"] = _listenable(worker.health_host, worker.health_port)
         return cls(build(GatewaySettings, given), build(WorkerSettings, given), given)
 
     @property
@@ -152,13 +152,18 @@ def _url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _free_port(host: str) -> int:
-    """A port that is free now. Another program may take it before the child does, which then ends with an error."""
+def _listenable(host: str, port: int) -> int:
+    """The port, or a free one for 0, where it can be listened on now.
+
+    Looked at beforehand: otherwise another program's answers on that port would pass for those of a child that is
+    about to fail.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((host, 0))
-            port: int = probe.getsockname()[1]
-            return port
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            found: int = probe.getsockname()[1]
+            return found
     except OSError as error:
-        fail(f"cannot listen on {host}: {error}")
+        fail(f"cannot listen on {host}, port {port}: {error.strerror or error}")

@@ -115,9 +115,7 @@ def candidate_of(requirement: str) -> Candidate:
     """What pip would install for a requirement; only metadata is fetched where the index offers it apart."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        pip(
-            "install", "--quiet", "--dry-run", "--no-deps", "--ignore-installed", "--report", str(report), requirement
-        )
+        pip("install", "--quiet", "--dry-run", "--no-deps", "--ignore-installed", "--report", str(report), requirement)
         return parse_report(json.loads(report.read_text(encoding="utf-8")))
 
 
