@@ -40,8 +40,20 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
-        command = [self._binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self.data),
-                   "--appendonly", "yes" if self._appendonly else "no", *self._extra]
+        command = [
+            self._binary,
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--dir",
+            str(self.data),
+            "--appendonly",
+            "yes" if self._appendonly else "no",
+            *self._extra,
+        ]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 10
         with redis.Redis(port=self.port) as client:

@@ -1,0 +1,306 @@
+"""When Redis, the network or the caller fails: lost answers, lost scripts, lost data, no memory, no writes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from shared import keys
+from shared.connect import connect, connect_pubsub, connect_sync
+from shared.errors import ServiceUnavailableError
+from shared.jobs import Owned, Publication
+from shared.jobstore import JobStore, SyncJobStore
+from shared.keys import JobId
+from tests.support.jobs import KEEP, NOW, POOL, budget, check_lane, envelope, last, owned, tokens
+from tests.support.redis_proxy import OneAnswerServer, RedisProxy
+
+FINE, FENCED = Publication.FINE, Publication.FENCED
+
+
+@pytest.fixture
+async def proxy(redis_url: str) -> AsyncIterator[RedisProxy]:
+    async with RedisProxy(redis_url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+async def far_store(proxy: RedisProxy) -> AsyncIterator[JobStore]:
+    """A store behind the proxy, on one connection, trying twice."""
+    client = connect(proxy.url, max_connections=1, retry=Retry(NoBackoff(), 1))
+    yield JobStore(client)
+    await client.aclose()
+
+
+@asynccontextmanager
+async def settings(client: Any, **values: str) -> AsyncIterator[None]:
+    """Change the server's settings for a while."""
+    before = {name: (await client.config_get(name))[name] for name in values}
+    for name, value in values.items():
+        await client.config_set(name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            await client.config_set(name, value)
+
+
+async def test_every_call_can_be_repeated_when_its_answer_is_lost(
+    far_store: JobStore, proxy: RedisProxy, store: JobStore, client: Any
+) -> None:
+    job, other = envelope(callback_url="https://example.test"), envelope()
+    calls = 0
+
+    async def lossy(call: Any) -> Any:
+        nonlocal calls
+        proxy.lose, calls = 1, calls + 1
+        answer = await call
+        assert (proxy.lose, proxy.lost) == (0, calls), "the answer was not lost"
+        return answer
+
+    await far_store.submit(envelope(lane=9))
+    assert (await lossy(far_store.submit(job))).queued_jobs == 1
+    assert (await lossy(far_store.submit(other))).queued_jobs == 2
+    await far_store.pull(POOL, 9, "w", budget(), KEEP)
+    pulled = await lossy(far_store.pull(POOL, 0, "w", budget(), KEEP))
+    assert sorted(j.envelope.id for j in pulled.jobs) == sorted([job.id, other.id])
+    held = {j.envelope.id: j for j in pulled.jobs}
+    assert held[job.id].epoch == 1
+    # The scripts are known by now, so that the first answer is the one that counts.
+    await far_store.renew("w", [owned(j) for j in pulled.jobs])
+    assert await lossy(far_store.renew("w", [owned(j) for j in pulled.jobs])) == [FINE, FINE]
+    await far_store.publish([tokens(held[job.id], "w", 1)])
+    assert await lossy(far_store.publish([tokens(held[job.id], "w", 2), last(held[job.id], "w", 3)])) == [FINE, FINE]
+    await far_store.release("x", owned(held[other.id]))
+    assert await lossy(far_store.release("w", owned(held[other.id]))) is True
+    await far_store.cancel(job.id)
+    assert await lossy(far_store.cancel(other.id)) == "cancelled"
+    assert await client.xlen(keys.outbox(POOL, 0)) == 1
+    await check_lane(client, [job.id, other.id])
+
+
+async def test_a_pull_that_failed_for_good_loses_nothing(
+    far_store: JobStore, proxy: RedisProxy, store: JobStore, client: Any
+) -> None:
+    jobs = [envelope() for _ in range(4)]
+    for job in jobs:
+        await far_store.submit(job)
+    await far_store.pull(POOL, 1, "w", budget(), KEEP)
+    proxy.lose = 2
+    with pytest.raises(ServiceUnavailableError) as caught:
+        await far_store.pull(POOL, 0, "w", budget(sequences=2), KEEP)
+    assert caught.value.retry_after
+    assert (await store.lane_load(POOL, 0)).running_jobs == 2
+    again = await far_store.pull(POOL, 0, "w", budget(sequences=2), KEEP)
+    rest = await far_store.pull(POOL, 0, "w", budget(), KEEP)
+    assert [len(again.jobs), len(rest.jobs)] == [2, 2]
+    assert {j.envelope.id for j in again.jobs + rest.jobs} == {job.id for job in jobs}
+    await check_lane(client, [job.id for job in jobs])
+
+
+async def test_a_pull_cancelled_in_the_middle_loses_nothing(
+    far_store: JobStore, proxy: RedisProxy, store: JobStore, client: Any
+) -> None:
+    job = envelope()
+    await far_store.submit(job)
+    await far_store.pull(POOL, 1, "w", budget(), KEEP)
+    proxy.hold()
+    proxy.requested.clear()
+    pull = asyncio.create_task(far_store.pull(POOL, 0, "w", budget(), KEEP))
+    await proxy.requested.wait()
+    while (await store.status(job.id))[0] != "running":
+        await asyncio.sleep(0)
+    pull.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pull
+    proxy.go_on()
+    again = await far_store.pull(POOL, 0, "w", budget(), KEEP)
+    assert [j.envelope.id for j in again.jobs] == [job.id]
+
+
+async def test_a_cancelled_command_never_shifts_the_answers(proxy: RedisProxy, client: Any) -> None:
+    for i in range(20):
+        await client.set(f"k{i}", i)
+    far: Any = connect(proxy.url, max_connections=1, retry=Retry(NoBackoff(), 1))
+    await far.get("k0")
+    for i in range(0, 20, 2):
+        proxy.hold()
+        proxy.requested.clear()
+        task = asyncio.create_task(far.get(f"k{i}"))
+        await proxy.requested.wait()
+        task.cancel()
+        proxy.go_on()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await far.get(f"k{i + 1}") == str(i + 1).encode()
+    await far.aclose()
+
+
+async def test_many_cancelled_callers_leave_the_pool_whole(far_store: JobStore, client: Any) -> None:
+    jobs = [envelope() for _ in range(60)]
+    tasks = [asyncio.create_task(far_store.submit(job)) for job in jobs]
+    await tasks[0]
+    for task in tasks[1::2]:
+        task.cancel()
+    answers = await asyncio.gather(*tasks, return_exceptions=True)
+    for job, answer in zip(jobs, answers, strict=True):
+        if not isinstance(answer, BaseException):
+            assert (await far_store.get(job.id)).envelope == job
+    assert sum(not isinstance(answer, BaseException) for answer in answers) >= 30
+    stored = [job.id for job in jobs if await client.exists(keys.job(JobId.parse(job.id)))]
+    await check_lane(client, stored)
+
+
+async def test_scripts_that_the_server_forgot_are_loaded_again(store: JobStore, client: Any) -> None:
+    await store.submit(envelope())
+    await client.script_flush()
+    await store.submit(other := envelope())
+    pulled = await store.pull(POOL, 0, "w", budget(), KEEP)
+    await client.script_flush()
+    job, second = pulled.jobs
+    assert (
+        await store.publish([tokens(job, "w", 1), tokens(job, "w", 2), last(job, "w", 3), tokens(second, "w", 1)])
+        == [FINE] * 4
+    )
+    await client.script_flush()
+    assert await store.renew("w", [owned(second)]) == [FINE]
+    await check_lane(client, [job.envelope.id, other.id])
+
+
+async def test_an_emptied_server_is_a_fresh_start(store: JobStore, client: Any) -> None:
+    await store.submit(envelope())
+    held = (await store.pull(POOL, 0, "w", budget(), KEEP)).jobs[0]
+    await store.submit(envelope())
+    await client.flushall()
+    assert await store.publish([tokens(held, "w", 1), last(held, "w", 1)]) == [FENCED, FENCED]
+    assert await store.renew("w", [owned(held)]) == [FENCED]
+    assert await store.release("w", owned(held)) is False
+    assert await store.cancel(held.envelope.id) is None
+    assert await store.forget(POOL, "w", 16) == 0
+    assert (await store.pull(POOL, 0, "w", budget(), NOW)).jobs == []
+    assert await client.dbsize() == 0
+    await store.submit(job := envelope())
+    assert [j.envelope.id for j in (await store.pull(POOL, 0, "w", budget(), NOW)).jobs] == [job.id]
+    await check_lane(client, [job.id])
+
+
+async def test_deleted_streams_stop_nobody(store: JobStore, client: Any) -> None:
+    await store.submit(envelope())
+    held = (await store.pull(POOL, 0, "w", budget(), KEEP)).jobs[0]
+    await client.delete(*keys.lane_streams(POOL, 0))
+    assert await store.renew("w", [owned(held)]) == [FINE]
+    assert (await store.pull(POOL, 0, "v", budget(), NOW)).jobs == []
+    assert await store.publish([tokens(held, "w", 1), last(held, "w", 2)]) == [FINE, FINE]
+    await store.submit(other := envelope())
+    await store.pull(POOL, 0, "v", budget(), NOW)
+    await check_lane(client, [held.envelope.id, other.id])
+
+
+async def test_a_deleted_log_goes_on_and_expires(store: JobStore, client: Any) -> None:
+    await store.submit(envelope())
+    held = (await store.pull(POOL, 0, "w", budget(), KEEP)).jobs[0]
+    await store.publish([tokens(held, "w", 1, 2)])
+    events = keys.events(JobId.parse(held.envelope.id))
+    await client.delete(events)
+    assert await store.publish([tokens(held, "w", 3)]) == [FINE]
+    assert await store.publish([last(held, "w", 4)]) == [FINE]
+    assert await client.pttl(events) > 0
+
+
+async def test_full_memory_refuses_new_jobs_and_lets_the_others_end(store: JobStore, client: Any) -> None:
+    for _ in range(4):
+        await store.submit(envelope())
+    running, given_back = (await store.pull(POOL, 0, "w", budget(sequences=2), KEEP)).jobs
+    async with settings(client, maxmemory="1", **{"maxmemory-policy": "noeviction"}):
+        with pytest.raises(ServiceUnavailableError) as caught:
+            await store.submit(envelope())
+        assert caught.value.retry_after and caught.value.status == 503
+        assert await store.publish([tokens(running, "w", 1)]) == [FINE]
+        assert await store.renew("w", [owned(running)]) == [FINE]
+        assert await store.release("w", owned(given_back)) is True
+        assert await store.cancel(given_back.envelope.id) == "cancelled"
+        waiting = (await store.pull(POOL, 0, "w", budget(sequences=1), KEEP)).jobs[0]
+        assert await store.publish([last(running, "w", 2), last(waiting, "w", 1)]) == [FINE, FINE]
+        assert await store.forget(POOL, "w", 16) == 0
+    assert (await store.lane_load(POOL, 0)).queued_jobs == 1
+    await store.submit(envelope())
+
+
+async def test_a_replica_is_unavailable(store: JobStore, client: Any) -> None:
+    await store.submit(job := envelope())
+    held = (await store.pull(POOL, 0, "w", budget(), KEEP)).jobs[0]
+    await client.execute_command("REPLICAOF", "127.0.0.1", "1")
+    try:
+        for call in (store.submit(envelope()), store.publish([tokens(held, "w", 1)]), store.cancel(job.id)):
+            with pytest.raises(ServiceUnavailableError, match="ReadOnlyError"):
+                await call
+        async with settings(client, **{"replica-serve-stale-data": "no"}):
+            with pytest.raises(ServiceUnavailableError):
+                await store.get(job.id)
+    finally:
+        await client.execute_command("REPLICAOF", "NO", "ONE")
+    assert await store.publish([tokens(held, "w", 1)]) == [FINE]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"-LOADING Redis is loading the dataset in memory",
+        b"-MASTERDOWN Link with MASTER is down",
+        b"-READONLY You can't write against a read only replica.",
+        b"-OOM command not allowed when used memory > 'maxmemory'.",
+        b"-MISCONF Errors writing to the AOF file",
+        b"-NOREPLICAS Not enough good replicas to write.",
+        b"-BUSY Redis is busy running a script.",
+        b"-CLUSTERDOWN The cluster is down",
+    ],
+)
+async def test_an_error_that_passes_is_unavailable(answer: bytes) -> None:
+    async with OneAnswerServer(answer) as server:
+        client = connect(server.url, retry=Retry(NoBackoff(), 1))
+        store = JobStore(client)
+        for call in (store.submit(envelope()), store.get(envelope().id), store.renew("w", [Owned(envelope().id, 1)])):
+            with pytest.raises(ServiceUnavailableError) as caught:
+                await call
+            assert caught.value.retry_after
+        await client.aclose()
+        threads = connect_sync(server.url, retry=redis.retry.Retry(NoBackoff(), 1))
+        with pytest.raises(ServiceUnavailableError):
+            await asyncio.to_thread(SyncJobStore(threads).renew, "w", [Owned(envelope().id, 1)])
+        threads.close()
+
+
+async def test_no_server_is_unavailable() -> None:
+    client = connect("redis://127.0.0.1:1/0", retry=Retry(NoBackoff(), 1))
+    with pytest.raises(ServiceUnavailableError):
+        await JobStore(client).submit(envelope())
+    await client.aclose()
+
+
+async def test_wrong_credentials_are_named(redis_url: str) -> None:
+    client = connect(redis_url.replace("//", "//:secret@"), retry=Retry(NoBackoff(), 0))
+    with pytest.raises(ServiceUnavailableError, match="refused the credentials") as caught:
+        await JobStore(client).submit(envelope())
+    assert "secret" not in str(caught.value)
+    await client.aclose()
+
+
+async def test_silence_on_a_subscription_is_no_error(proxy: RedisProxy, client: Any) -> None:
+    """A time-out for commands that is far shorter than the silence does not touch the subscription."""
+    subscriber = connect_pubsub(proxy.url)
+    pubsub: Any = subscriber.pubsub()
+    await pubsub.subscribe("channel")
+    assert (await pubsub.get_message(timeout=5))["type"] == "subscribe"
+    assert pubsub.connection.socket_timeout is None and pubsub.connection.socket_keepalive
+    assert await pubsub.get_message(timeout=0.05) is None
+    reader = asyncio.create_task(pubsub.get_message(timeout=None))
+    await client.publish("channel", "after the silence")
+    assert (await reader)["data"] == b"after the silence"
+    await pubsub.aclose()
+    await subscriber.aclose()
