@@ -188,7 +188,7 @@ class SimEngine:
         """The simulated model."""
         return ModelInfo(
             name=self._config.name,
-            digest=self._vocabulary.digest(self._config.eos_period, self._config.max_model_len),
+            digest=self._vocabulary.digest(self._config.eos_period),
             max_model_len=self._config.max_model_len,
             vocab_size=self._vocabulary.size,
             eos_token_ids=[self._vocabulary.end_id],

@@ -37,5 +37,23 @@ def _build_sim(settings: WorkerSettings) -> EngineProtocol:
 
 
 def _build_model(settings: WorkerSettings) -> EngineProtocol:
+    from engine.build import build_engine as build_model_engine
+    from engine.config import EngineConfig
 
-    raise NotImplementedError
+    return build_model_engine(
+        EngineConfig(
+            model=settings.model,
+            served_name=settings.pool,
+            device=settings.device,
+            dtype=settings.dtype,
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            block_size=settings.block_size,
+            num_blocks=settings.num_blocks,
+            kv_cache_memory_mb=settings.kv_cache_memory_mb,
+            enable_prefix_caching=settings.enable_prefix_caching,
+            threads=settings.threads,
+            cache_dir=settings.cache_dir,
+        )
+    )

@@ -18,7 +18,7 @@ from redis.retry import Retry
 from engine.request import EngineProtocol, ModelInfo
 from shared import keys
 from shared.connect import connect, connect_pubsub, connect_sync, mask
-from shared.errors import ConflictError, InvalidRequestError
+from shared.errors import ConflictError, InvalidRequestError, RopewayError
 from shared.jobstore import JobStore, SyncJobStore
 from shared.logs import configure
 from shared.settings import WorkerSettings
@@ -82,7 +82,7 @@ class Worker:
         _log.info("worker starts", owner=self.owner, health_port=health.port, redis=mask(settings.redis_url))
         self._loop.start()
         try:
-            info = await self._unless_stopped(asyncio.wrap_future(self._loop.built))
+            info = await self._engine_built()
             if info is not None:
                 await self._serve(info)
         except Exception:  # noqa: BLE001 - whatever it was, the process cannot serve: say why and let it be restarted
@@ -96,6 +96,16 @@ class Worker:
     def stop(self) -> None:
         """Drain; a second call hands back at once what still runs."""
         (self._hurry if self._stop.is_set() else self._stop).set()
+
+    async def _engine_built(self) -> ModelInfo | None:
+        """The model; None if the worker is stopped meanwhile, or if the settings ask for what cannot be had."""
+        try:
+            info: ModelInfo | None = await self._unless_stopped(asyncio.wrap_future(self._loop.built))
+        except (RopewayError, ValueError, OSError) as error:
+            _log.error("no engine can be made of these settings", reason=str(error))
+            self._exit_code = EXIT_REFUSED
+            return None
+        return info
 
     async def _unless_stopped(self, work: asyncio.Future[Any]) -> Any:
         """The result of `work`, or None if the worker is told to stop before it is there."""
