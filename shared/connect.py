@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from typing import Any, Final
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import redis
 import redis.asyncio
@@ -82,7 +82,7 @@ def mask(url: str) -> str:
         user, colon, _ = credentials.partition(":")
         netloc = f"{user}:***@{host}" if colon else f"{user}@{host}"
     query = urlencode([(k, "***" if k == "password" else v) for k, v in parse_qsl(parts.query)], safe="*/")
-    return urlunsplit((parts.scheme, netloc, parts.path, query, parts.fragment))
+    return f"{parts.scheme}://{netloc}{parts.path}" + (f"?{query}" if query else "")
 
 
 def unavailable(error: BaseException) -> ServiceUnavailableError | None:

@@ -238,7 +238,6 @@ class TokenizerBundle(msgspec.Struct, kw_only=True):
         tokenizer_json: the file of the `tokenizers` library.
         chat_template: Jinja source, or None for a model without one.
         special_tokens: `bos_token`, `eos_token` ... as template variables.
-        add_bos: whether a plain prompt starts with BOS (the tokenizer's own post-processor does it).
     """
 
     v: int = WIRE_VERSION
