@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import ropeway
-from ropeway.console import fail_missing, out
+from ropeway.console import EXIT_USAGE, fail, fail_missing, out
 
 app = typer.Typer(
     name="ropeway",
@@ -44,12 +45,17 @@ def submit(
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of the answer.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
+    field: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=JSON", help="A further field of the request; may be repeated.")
+    ] = None,
 ) -> None:
     """Submit a job to a gateway over HTTP, and print its answer."""
     from ropeway.submit import Order
     from ropeway.submit import submit as run
 
-    parameters = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    named = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    parameters = {name: value for name, value in named.items() if value is not None}
+    parameters |= dict(_field(text) for text in field or ())
     run(
         Order(
             prompt=sys.stdin.read() if prompt == "-" else prompt,
@@ -60,9 +66,20 @@ def submit(
             stream=stream,
             wait=wait,
             as_json=as_json,
-            parameters={name: value for name, value in parameters.items() if value is not None},
+            parameters=parameters,
         )
     )
+
+
+def _field(text: str) -> tuple[str, Any]:
+    """`ignore_eos=true` as a name and a value."""
+    name, equals, value = text.partition("=")
+    try:
+        if not (name and equals):
+            raise ValueError("NAME=JSON is needed")
+        return name, json.loads(value)
+    except ValueError as error:
+        fail(f"--field {text}: {error}", EXIT_USAGE)
 
 
 def _add_processes() -> None:

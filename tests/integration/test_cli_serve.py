@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 
 from ropeway.client import AsyncClient, Client
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CLI = [sys.executable, "-m", "ropeway"]
 #: No settings of the developer's own reach the processes.
 ENV = {name: value for name, value in os.environ.items() if not name.startswith("ROPEWAY_")}
@@ -204,6 +206,20 @@ async def test_the_async_client_does_the_same(serve: Serve) -> None:
         whole = await client.chat(QUESTION, model="sim", max_tokens=5, seed=1)
     streamed = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"])
     assert streamed == whole["choices"][0]["message"]["content"]
+
+
+def test_the_examples_run(serve: Serve) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "openai_client.py"), serve.url], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "error:   top_p" in done.stdout
+    if shutil.which("curl") is not None:
+        ropeway = str(Path(sys.executable).with_name("ropeway"))
+        command = [str(EXAMPLES / "resume_stream.sh"), serve.url]
+        done = subprocess.run(command, env=ENV | {"ROPEWAY": ropeway}, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "cut after event 8\nresumed with event 9," in done.stdout
 
 
 def test_a_second_server_on_the_same_folder_is_refused(serve: Serve) -> None:

@@ -97,6 +97,8 @@ def test_without_options_the_defaults_hold(started: list[Any]) -> None:
         (["worker", "--engine", "steam"], ["--engine", "auto", "sim"]),
         (["worker", "--block-size", "many"], ["--block-size"]),
         (["worker", "--no-such"], ["--no-such"]),
+        (["submit", "hi", "--field", "stop"], ["--field stop", "NAME=JSON"]),
+        (["submit", "hi", "--field", "stop=[x"], ["--field stop=[x"]),
     ],
 )
 def test_a_wrong_option_is_named_with_exit_code_2(started: list[Any], arguments: list[str], words: list[str]) -> None:
