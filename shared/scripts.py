@@ -6,6 +6,7 @@ A call is a value, so that one of them runs alone or in a pipeline, from async o
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -67,12 +68,19 @@ class PullAnswer:
 def load(name: str) -> Script:
     """The script `lua/<name>.lua`: its `#!lua` line, then the common prelude, then the rest.
 
+    A line `-- include <file>` stands for that file.
+
     Raises:
         FileNotFoundError: there is no such script.
     """
     folder = files("shared").joinpath("lua")
-    header, _, body = folder.joinpath(f"{name}.lua").read_text("utf-8").partition("\n")
-    text = f"{header}\n{folder.joinpath('_lib.lua').read_text('utf-8')}{body}"
+
+    def read(file: str) -> str:
+        return folder.joinpath(file).read_text("utf-8")
+
+    header, _, body = read(f"{name}.lua").partition("\n")
+    body = re.sub(r"^-- include (\S+)$", lambda line: read(line[1]), body, flags=re.MULTILINE)
+    text = f"{header}\n{read('_lib.lua')}{body}"
     return Script(name, text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 

@@ -137,6 +137,8 @@ async def test_the_same_owner_with_an_old_epoch_is_fenced(store: JobStore) -> No
     await store.release("w", owned(old))
     new = (await store.pull(POOL, 0, "w", budget(), KEEP)).jobs[0]
     assert await store.publish([tokens(old, "w", 1)]) == [FENCED]
+    assert await store.renew("w", [owned(old), owned(new)]) == [FENCED, FINE]
+    assert await store.release("w", owned(old)) is False
     assert await store.publish([tokens(new, "w", 1)]) == [FINE]
 
 

@@ -135,8 +135,8 @@ def test_decode_of_encode_is_the_same(message: Any) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "kind"),
-    [(ENVELOPE, Envelope), (SAMPLING, SamplingParams), (FRAME, Frame), (RESULT, Result), (CARD, Card), (BUNDLE, TokenizerBundle),
-     (ERROR, ErrorInfo), (WORKER, WorkerInfo)],
+    [(ENVELOPE, Envelope), (SAMPLING, SamplingParams), (FRAME, Frame), (RESULT, Result), (CARD, Card),
+     (BUNDLE, TokenizerBundle), (ERROR, ErrorInfo), (WORKER, WorkerInfo)],
 )  # fmt: skip
 def test_the_round_trip_covers_every_field(strategy: Any, kind: Any) -> None:
     """A field that is added to a message has to be added here too."""
