@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -201,3 +202,15 @@ async def test_threads_use_the_same_scripts(store: JobStore, sync_store: SyncJob
     result = decode((await store.get(jobs[1].envelope.id)).result or b"", Result)
     assert result.status == "completed"
     await check_lane(client, [job.envelope.id for job in jobs])
+
+
+async def test_every_field_of_a_jobs_hash_and_of_stats_is_documented(store: JobStore, client: Any) -> None:
+    await running(store, owner="dead", callback_url="https://example.test/")
+    job = (await store.pull(POOL, 0, "w", budget(), NOW)).jobs[0]
+    await store.cancel(job.envelope.id)
+    await store.publish([last(job, "w", 1, "cancelled")])
+    page = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text("utf-8")
+    fields = {name.decode() for name in await client.hgetall(keys.job(JobId.parse(job.envelope.id)))}
+    assert {name for name in fields if f"`{name}`" not in page} == set()
+    counters = {name.decode().partition(":")[0] for name in await client.hgetall(keys.stats(POOL, 0))}
+    assert {name for name in counters if f"`{name}" not in page} == set()
