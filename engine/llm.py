@@ -1,0 +1,215 @@
+"""`LLM`: batch inference in one process, with vLLM's call shapes."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+from tokenizers import Tokenizer
+
+from engine.build import build_engine
+from engine.chat import render_chat
+from engine.config import Device, DType, EngineConfig
+from engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from engine.request import EngineRequest, StepOutput
+from shared.errors import InvalidRequestError
+from shared.sampling import SamplingParams
+
+#: A text, or a dictionary with `prompt` or with `prompt_token_ids`.
+Prompt = str | Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model in this process. Calls must come from one thread at a time."""
+
+    def __init__(
+        self,
+        model: str = "smollm2-135m-instruct",
+        *,
+        dtype: DType = "auto",
+        device: Device = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 1024,
+        seed: int | None = None,
+        enable_prefix_caching: bool = True,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        kv_cache_memory_mb: int | None = None,
+        threads: int | None = None,
+        cache_dir: Path | None = None,
+    ) -> None:
+        """Load a model; settings are those of `EngineConfig`.
+
+        Args:
+            seed: makes the seeds of requests that have none a fixed sequence; None: they are drawn.
+
+        Raises:
+            ValueError: the model is not found or not served, or a setting does not fit it.
+        """
+        self._engine = build_engine(
+            EngineConfig(
+                model=model,
+                device=device,
+                dtype=dtype,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                block_size=block_size,
+                num_blocks=num_blocks,
+                kv_cache_memory_mb=kv_cache_memory_mb,
+                enable_prefix_caching=enable_prefix_caching,
+                threads=threads,
+                cache_dir=cache_dir,
+            )
+        )
+        self._info = self._engine.info()
+        self._tokenizer = Tokenizer.from_str(self._info.tokenizer_json)
+        self._ids = count()
+        self._seeds = None if seed is None else random.Random(seed)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` takes where it is given none: the generation config's values."""
+        defaults: dict[str, Any] = dict(self._info.sampling_defaults)
+        if "top_k" in defaults:
+            defaults["top_k"] = int(defaults["top_k"])
+        return SamplingParams(**defaults)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts, all in one moving batch.
+
+        Args:
+            prompts: one or several; see `Prompt`.
+            sampling_params: for all, or one per prompt; None: the model's own.
+            use_tqdm: show progress on standard error.
+
+        Returns:
+            One output per prompt, in order. A request that fails while it runs has `error` set.
+
+        Raises:
+            InvalidRequestError: a prompt or its parameters can never be served; nothing was generated then.
+        """
+        items: list[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        return self._run([self._parse(item) for item in items], sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, rendered by the model's chat template.
+
+        Raises:
+            InvalidRequestError: as `generate`; also if the model has no template, or it refuses the messages.
+        """
+        template = self._info.chat_template
+        if template is None:
+            raise InvalidRequestError("messages: this model has no chat template", param="messages")
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts: list[tuple[str | None, list[int]]] = []
+        for conversation in conversations:
+            text = render_chat(
+                template,
+                conversation,  # type: ignore[arg-type]
+                self._info.special_tokens,
+                add_generation_prompt=add_generation_prompt,
+            )
+            # The template has written the special tokens itself.
+            prompts.append((text, self._tokenizer.encode(text, add_special_tokens=False).ids))
+        return self._run(prompts, sampling_params, use_tqdm)
+
+    def _parse(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+            prompt = prompt.get("prompt", "")
+        if not isinstance(prompt, str):
+            raise InvalidRequestError(
+                "prompts: each must be a text or a dictionary with prompt_token_ids", param="prompts"
+            )
+        return prompt, self._tokenizer.encode(prompt).ids
+
+    def _run(
+        self,
+        prompts: list[tuple[str | None, list[int]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = [sampling_params] * len(prompts) if isinstance(sampling_params, SamplingParams) else sampling_params
+        if len(params) != len(prompts):
+            raise InvalidRequestError(
+                f"sampling_params: {len(params)} for {len(prompts)} prompts", param="sampling_params"
+            )
+        outputs: dict[str, RequestOutput] = {}
+        try:
+            for (text, ids), each in zip(prompts, params, strict=True):
+                output = self._add(text, ids, each)
+                outputs[output.request_id] = output
+            # The name is vLLM's; the bar is rich's.
+            with Progress(console=Console(stderr=True), disable=not use_tqdm, transient=True) as progress:
+                task = progress.add_task("Prompts", total=len(outputs))
+                while self._engine.has_work():
+                    for step in self._engine.step():
+                        _collect(outputs[step.request_id], step)
+                        if step.finished:
+                            progress.advance(task)
+        except BaseException:  # a refused prompt, or Ctrl-C: nothing of this call may stay in the engine
+            for request_id in outputs:
+                self._engine.abort(request_id)
+            raise
+        return list(outputs.values())
+
+    def _add(self, text: str | None, ids: list[int], params: SamplingParams) -> RequestOutput:
+        if params.seed is None and self._seeds is not None:
+            params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
+        request_id = str(next(self._ids))
+        self._engine.add(EngineRequest(request_id, ids, params))
+        return RequestOutput(
+            request_id=request_id,
+            prompt=text,
+            prompt_token_ids=ids,
+            outputs=[CompletionOutput(index) for index in range(params.n)],
+            finished=False,
+            metrics=RequestMetrics(time.monotonic()),
+        )
+
+
+def _collect(output: RequestOutput, step: StepOutput) -> None:
+    """Add what a step did for a request."""
+    for delta in step.choices:
+        choice = output.outputs[delta.index]
+        choice.text += delta.text
+        choice.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            choice.add_logprobs(delta.logprobs)
+        if delta.finish_reason is not None:
+            choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+        if output.metrics.first_token_time is None and delta.token_ids:
+            output.metrics.first_token_time = time.monotonic()
+    if step.finished:
+        output.finished, output.error = True, step.error
+        output.metrics.finished_time = time.monotonic()
+        output.num_cached_tokens = step.usage.cached_tokens
