@@ -99,7 +99,7 @@ class Publisher(WatchedThread):
         self.join(timeout)
         self._give_up.set()
         self.join(1.0)
-        return not self._outboxes
+        return all(box.due is None for box in self._outboxes.values())
 
     # The thread
 

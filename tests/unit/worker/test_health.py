@@ -1,0 +1,59 @@
+"""Probes and metrics over HTTP."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from engine.request import EngineStats
+from shared.protocol import Timings, Usage
+from worker.health import HealthServer
+from worker.metrics import WorkerMetrics
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=20) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_probes_answer_by_what_they_are_told() -> None:
+    well = {"value": True}
+
+    def probe() -> tuple[bool, dict[str, Any]]:
+        return well["value"], {"well": well["value"]}
+
+    metrics = WorkerMetrics("m")
+    server = HealthServer("127.0.0.1", 0, metrics.registry, live=probe, ready=lambda: (False, {}))
+    try:
+        assert get(server.port, "/health") == (200, json.dumps({"well": True}))
+        well["value"] = False
+        assert get(server.port, "/health?x=1")[0] == 503
+        assert get(server.port, "/ready")[0] == 503 and get(server.port, "/nothing")[0] == 404
+        metrics.engine(EngineStats(running=3, total_blocks=10, used_blocks=5, steps=7, generated_tokens=20))
+        metrics.engine(EngineStats(running=2, total_blocks=10, used_blocks=1, steps=9, generated_tokens=25))
+        metrics.ended(
+            "completed",
+            Usage(prompt_tokens=2, completion_tokens=11),
+            Timings(queue_ms=200, first_token_ms=50, run_ms=1050),
+        )
+        status, text = get(server.port, "/metrics")
+    finally:
+        server.close()
+    assert status == 200
+    for line in (
+        'ropeway_num_requests_running{model_name="m"} 2.0',
+        'ropeway_kv_cache_usage_perc{model_name="m"} 0.1',
+        'ropeway_engine_steps_total{model_name="m"} 9.0',
+        'ropeway_generation_tokens_total{model_name="m"} 25.0',
+        'ropeway_jobs_total{model_name="m",status="completed"} 1.0',
+        'ropeway_time_to_first_token_seconds_sum{model_name="m"} 0.25',
+        'ropeway_time_per_output_token_seconds_sum{model_name="m"} 0.1',
+        'ropeway_fenced_publishes_total{model_name="m"} 0.0',
+    ):
+        assert line in text.splitlines(), line

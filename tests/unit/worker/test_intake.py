@@ -1,0 +1,173 @@
+"""Which lanes are pulled, when, and with what budget."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from engine.request import Capacity
+from shared.jobs import LaneLoad, Lease, PullBudget, Pulled, PulledJob
+from shared.keys import CLASSES, home_lanes
+from tests.unit.worker.parts import held
+from worker.holdings import Admission, Holdings
+from worker.intake import Intake, IntakeConfig
+from worker.job import HeldJob
+from worker.metrics import WorkerMetrics
+from worker.reclaim import ReclaimRule
+
+LANES = 8
+
+
+class Lanes:
+    """A store whose lanes hold counts of jobs; each pull takes one."""
+
+    def __init__(self) -> None:
+        self.queued: dict[int, int] = {}
+        self.alone: set[int] = set()
+        self.pulls: list[tuple[int, PullBudget]] = []
+        self.news = asyncio.Condition()
+
+    async def pull(self, pool: str, lane: int, owner: str, budget: PullBudget, lease: Lease) -> Pulled:
+        async with self.news:
+            self.pulls.append((lane, budget))
+            self.news.notify_all()
+        if lane in self.alone and not budget.idle:
+            return Pulled(alone_waiting=1)
+        if not self.queued.get(lane):
+            return Pulled()
+        self.queued[lane] -= 1
+        envelope = held().envelope
+        return Pulled([PulledJob(envelope, 1, 1, 0, 2**50, 1.0, False, lane in self.alone)])
+
+    async def lane_loads(self, pool: str, lanes: list[int]) -> list[LaneLoad]:
+        return [LaneLoad(queued_jobs=self.queued.get(lane, 0)) for lane in lanes]
+
+    async def lane_load(self, pool: str, lane: int) -> LaneLoad:
+        return LaneLoad(queued_jobs=self.queued.get(lane, 0) + (lane in self.alone))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with self.news, asyncio.timeout(20):
+            await self.news.wait_for(condition)
+
+
+class Engine:
+    """Takes jobs in at once and keeps them until told."""
+
+    def __init__(self, admission: Admission, sequences: int) -> None:
+        self.admission, self.sequences = admission, sequences
+        self.jobs: list[HeldJob] = []
+        self.refresh([])
+
+    def refresh(self, arrived: list[HeldJob]) -> None:
+        capacity = Capacity(self.sequences - len(self.jobs), 10**6)
+        self.admission.update(dict.fromkeys(CLASSES, capacity), arrived)
+
+    def admit(self, job: HeldJob) -> None:
+        self.jobs.append(job)
+        self.refresh([job])
+
+
+class Setup:
+    def __init__(self, *, sequences: int = 4, steal_delay_s: float = 0.0, poll_s: float = 600.0) -> None:
+        self.lanes, self.holdings, self.admission = Lanes(), Holdings(), Admission(10**6)
+        self.engine = Engine(self.admission, sequences)
+        config = IntakeConfig("pool", LANES, "me", poll_s, poll_s, steal_delay_s)
+        self.intake = Intake(
+            self.lanes, self.lanes, config, ReclaimRule(LANES, 1.0, 3), self.engine,  # type: ignore[arg-type]
+            self.holdings, self.admission, WorkerMetrics("m"),
+        )  # fmt: skip
+        self.holdings.on_empty = self.intake.room
+
+    async def __aenter__(self) -> Setup:
+        self.task = asyncio.create_task(self.intake.run())
+        # The first look at the counters is over when the task waits.
+        await asyncio.sleep(0.01)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.intake.stop()
+        await self.task
+
+    def finish(self, job: HeldJob) -> None:
+        self.engine.jobs.remove(job)
+        self.engine.refresh([])
+        self.intake.room()
+        self.holdings.remove(job)
+
+
+async def test_a_wake_pulls_its_lane_and_no_other() -> None:
+    async with Setup() as s:
+        s.lanes.queued[3] = 1
+        s.intake.wake(3)
+        await s.lanes.until(lambda: bool(s.lanes.pulls))
+        assert [lane for lane, _ in s.lanes.pulls] == [3]
+        budget = s.lanes.pulls[0][1]
+        assert budget.idle and budget.sequences["normal"] == 4
+
+
+async def test_home_lanes_are_pulled_at_once_and_before_others() -> None:
+    async with Setup(steal_delay_s=0.2) as s:
+        owners = ["me", "other"]
+        s.intake.owners(owners)
+        homes = home_lanes("me", owners, LANES)
+        foreign = next(lane for lane in range(LANES) if lane not in homes)
+        s.lanes.queued = {foreign: 1, homes[0]: 1}
+        s.intake.wake(foreign)
+        s.intake.wake(homes[0])
+        await s.lanes.until(lambda: len(s.lanes.pulls) >= 2)
+        assert [lane for lane, _ in s.lanes.pulls][:2] == [homes[0], foreign]
+
+
+async def test_nothing_is_pulled_without_room_and_at_once_when_there_is() -> None:
+    async with Setup(sequences=2) as s:
+        s.lanes.queued = {1: 5}
+        s.intake.wake(1)
+        await s.lanes.until(lambda: len(s.lanes.pulls) >= 2)
+        s.intake.wake(1)
+        await asyncio.sleep(0.05)
+        assert len(s.engine.jobs) == 2 and len(s.lanes.pulls) == 2, "no pull without a budget"
+        s.finish(s.engine.jobs[0])
+        await s.lanes.until(lambda: len(s.lanes.pulls) >= 3)
+        assert len(s.engine.jobs) == 2 and s.lanes.queued[1] == 2
+
+
+async def test_a_lost_wake_is_made_up_for_by_polling() -> None:
+    async with Setup(poll_s=0.02) as s:
+        s.lanes.queued = {6: 1}
+        await s.lanes.until(lambda: bool(s.lanes.pulls))
+        assert s.lanes.pulls[0][0] == 6
+
+
+async def test_an_empty_lane_is_not_pulled_by_polling() -> None:
+    async with Setup(poll_s=0.01) as s:
+        await asyncio.sleep(0.1)
+        assert s.lanes.pulls == []
+
+
+async def test_nothing_else_is_pulled_beside_a_job_that_runs_alone() -> None:
+    async with Setup() as s:
+        s.lanes.alone, s.lanes.queued = {2}, {2: 1, 5: 1}
+        s.intake.wake(2)
+        await s.lanes.until(lambda: s.lanes.queued[2] == 0)
+        s.intake.wake(5)
+        await asyncio.sleep(0.05)
+        assert len(s.engine.jobs) == 1 and s.lanes.queued[5] == 1
+        s.lanes.alone = set()
+        s.finish(s.engine.jobs[0])
+        await s.lanes.until(lambda: s.lanes.queued[5] == 0)
+
+
+async def test_a_worker_empties_itself_for_a_job_that_has_to_run_alone() -> None:
+    async with Setup() as s:
+        s.lanes.queued = {1: 1}
+        s.intake.wake(1)
+        await s.lanes.until(lambda: s.lanes.queued[1] == 0)
+        s.lanes.alone, s.lanes.queued = {2}, {2: 1, 1: 3}
+        s.intake.wake(2)
+        await s.lanes.until(lambda: s.lanes.pulls[-1][0] == 2)
+        s.intake.wake(1)
+        await asyncio.sleep(0.05)
+        assert s.lanes.queued == {2: 1, 1: 3}, "it pulls nothing while it empties itself"
+        s.finish(s.engine.jobs[0])
+        await s.lanes.until(lambda: s.lanes.queued[2] == 0)
+        assert s.lanes.queued[1] == 3 and len(s.engine.jobs) == 1

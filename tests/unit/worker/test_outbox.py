@@ -1,0 +1,110 @@
+"""Frames: numbered once, gathered, split, repeated as they are."""
+
+from __future__ import annotations
+
+from engine.request import LogprobEntry
+from shared import protocol
+from shared.jobs import Publish
+from shared.protocol import ErrorInfo, Frame, Result, decode
+from tests.unit.worker.parts import delta, held, progress
+from worker import outbox
+from worker.outbox import Outbox
+
+
+def frames(item: Publish | None) -> list[Frame]:
+    assert item is not None
+    return [decode(data, Frame) for data in item.frames]
+
+
+def test_nothing_gathered_is_nothing_to_send() -> None:
+    box = Outbox(held())
+    assert box.take("me") is None and box.due is None
+
+
+def test_steps_between_two_sends_become_one_frame() -> None:
+    box = Outbox(held(n=2))
+    box.add(progress(box.job, delta(1, 0, 7, text="a"), started=True))
+    box.add(progress(box.job, delta(0, 0, 1, text="x"), delta(1, 1, 8, text="b")))
+    box.add(progress(box.job, delta(1, 2, 9, finish="length")))
+    started, tokens = frames(box.take("me"))
+    assert (started.seq, started.kind) == (1, "started") and (tokens.seq, tokens.kind) == (2, "tokens")
+    assert [(c.index, c.offset, c.ids, c.text, c.finish) for c in tokens.choices] == [
+        (0, 0, [1], "x", None),
+        (1, 0, [7, 8, 9], "ab", "length"),
+    ]
+
+
+def test_what_is_not_accepted_is_sent_again_unchanged_with_what_came_since() -> None:
+    box = Outbox(held())
+    box.add(progress(box.job, delta(0, 0, 1)))
+    first = box.take("me")
+    assert first is not None
+    box.add(progress(box.job, delta(0, 1, 2)))
+    second = box.take("me")
+    assert second is not None and second.first_seq == first.first_seq == 1
+    assert second.frames[0] == first.frames[0] and len(second.frames) == 2
+    box.accepted()
+    box.add(progress(box.job, delta(0, 2, 3)))
+    third = box.take("me")
+    assert third is not None and third.first_seq == 3 and box.weight > 0
+
+
+def test_numbering_goes_on_behind_the_log_and_started_is_not_said_twice() -> None:
+    box = Outbox(held(last_seq=12, epoch=3))
+    box.add(progress(box.job, started=True))
+    assert box.take("me") is None
+    box.job.transcript.add([])
+    box.add(progress(box.job, delta(0, 0, 5)))
+    (frame,) = frames(box.take("me"))
+    assert (frame.seq, frame.epoch, frame.kind) == (13, 3, "tokens")
+
+
+def test_the_last_frame_carries_the_result() -> None:
+    box = Outbox(held(n=2))
+    box.add(progress(box.job, delta(0, 0, 1, text="a", finish="stop"), started=True))
+    box.add(progress(box.job, delta(1, 0, 2, text="b", finish="length"), status="completed"))
+    item = box.take("owner")
+    assert item is not None and item.ending is not None and item.ending.status == "completed"
+    last = frames(item)[-1]
+    assert last.kind == "done" and last.status == "completed" and last.choices == []
+    result = decode(item.ending.result, Result)
+    assert [(c.text, c.token_ids, c.finish_reason) for c in result.choices] == [
+        ("a", [1], "stop"),
+        ("b", [2], "length"),
+    ]
+    assert result.timings == last.timings and result.timings.blocks == 2 and result.timings.preemptions == 1
+    assert result.timings.first_token_ms == result.timings.run_ms == 500.0
+
+
+def test_an_error_marks_open_choices() -> None:
+    box = Outbox(held(n=2))
+    box.add(progress(box.job, delta(0, 0, 1, finish="stop")))
+    message = progress(box.job, status="failed")
+    message.error = ErrorInfo(message="no", status=400)
+    box.add(message)
+    item = box.take("me")
+    assert item is not None and item.ending is not None
+    assert frames(item)[-1].kind == "error"
+    assert [c.finish_reason for c in decode(item.ending.result, Result).choices] == ["stop", "error"]
+
+
+def test_much_at_once_is_split_into_frames_of_bounded_size() -> None:
+    box = Outbox(held())
+    top = [(i, -1.0, i, b"token") for i in range(20)]
+    for n in range(3000):
+        step = delta(0, n, n)
+        step.logprobs = [LogprobEntry(n, -1.0, 1, b"token", top)]
+        box.add(progress(box.job, step))
+    item = box.take("me")
+    assert item is not None and len(item.frames) > 3
+    assert max(len(data) for data in item.frames) < 2 * outbox._FRAME_BYTES
+    assert [i for frame in frames(item) for c in frame.choices for i in c.ids] == list(range(3000))
+
+
+def test_a_result_over_the_limit_is_an_error(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setitem(protocol._LIMITS, Result, 600)
+    box = Outbox(held())
+    box.add(progress(box.job, delta(0, 0, *range(500), finish="length"), status="completed"))
+    item = box.take("me")
+    assert item is not None and item.ending is not None and item.ending.status == "failed"
+    assert frames(item)[-1].kind == "error" and frames(item)[-1].status == "failed"

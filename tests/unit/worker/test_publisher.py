@@ -1,0 +1,178 @@
+"""The publisher against a store that fails in every way: nothing is lost, doubled or sent after fencing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from shared.errors import ProtocolError
+from shared.jobs import Publication
+from tests.unit.worker.parts import FakeStore, away, delta, held, progress
+from worker.holdings import Holdings
+from worker.job import Cause, Handover, HeldJob
+from worker.metrics import WorkerMetrics
+from worker.publisher import Publisher
+
+
+class Setup:
+    def __init__(self, max_backlog: int = 10**6) -> None:
+        self.store, self.holdings = FakeStore(), Holdings()
+        self.ends: list[tuple[HeldJob, Cause]] = []
+        self.ended, self.room = threading.Event(), threading.Event()
+        self.fatal: list[str] = []
+        self.metrics = WorkerMetrics("m")
+        self.publisher = Publisher(
+            self.store, "me", self.holdings, self.metrics, lambda _, reason: self.fatal.append(reason),
+            on_end=self.end, room=self.room.set, max_backlog=max_backlog,
+        )  # fmt: skip
+        self.publisher.start()
+
+    def end(self, job: HeldJob, cause: Cause) -> None:
+        self.ends.append((job, cause))
+        self.ended.set()
+
+    def job(self, **fields: object) -> HeldJob:
+        job = held(**fields)  # type: ignore[arg-type]
+        self.holdings.add(job)
+        return job
+
+    def ids(self, job: HeldJob) -> list[int]:
+        return [i for frame in self.store.frames.get(job.id, []) for c in frame.choices for i in c.ids]
+
+
+@pytest.fixture
+def setup() -> Iterator[Setup]:
+    s = Setup()
+    yield s
+    s.publisher.close(5)
+    assert s.fatal == []
+
+
+def test_one_pipeline_for_all_jobs_and_coalescing_while_it_is_under_way(setup: Setup) -> None:
+    gate = threading.Event()
+    setup.store.script = [lambda _: gate.wait(20) and None]
+    first, second = setup.job(), setup.job()
+    setup.publisher.put([progress(first, delta(0, 0, 0))])
+    setup.store.wait_calls(1)
+    for n in range(1, 50):
+        setup.publisher.put([progress(first, delta(0, n, n)), progress(second, delta(0, n - 1, n))])
+    gate.set()
+    setup.store.wait_calls(2)
+    assert setup.publisher.close(5)
+    assert setup.ids(first) == list(range(50)) and setup.ids(second) == list(range(1, 50))
+    assert len(setup.store.calls) == 2 and len(setup.store.calls[1]) == 2
+    assert [len(item.frames) for item in setup.store.calls[1]] == [1, 1]
+
+
+def test_redis_away_then_an_answer_lost_loses_and_doubles_nothing(setup: Setup) -> None:
+    job = setup.job()
+
+    def accepted_but_unanswered(items):  # type: ignore[no-untyped-def]
+        setup.store.script.insert(0, lambda _: None)
+        setup.store.publish(items)
+        away(items)
+
+    setup.store.script = [away, away, accepted_but_unanswered, away]
+    setup.publisher.put([progress(job, delta(0, 0, 0, text="a"), started=True)])
+    setup.publisher.put([progress(job, delta(0, n, n, text="b")) for n in range(1, 20)])
+    setup.publisher.put([progress(job, delta(0, 20, 20, finish="length"), status="completed")])
+    assert setup.publisher.close(20)
+    assert setup.ids(job) == list(range(21)) and setup.store.endings == {job.id: "completed"}
+    assert len(setup.holdings) == 0
+    assert setup.metrics.registry.get_sample_value("ropeway_publish_errors_total", {"model_name": "m"}) == 4
+
+
+def test_after_fencing_nothing_is_sent(setup: Setup) -> None:
+    job, other = setup.job(), setup.job()
+    setup.store.script = [lambda items: [Publication.FENCED] * len(items)]
+    setup.publisher.put([progress(job, delta(0, 0, 0))])
+    assert setup.ended.wait(20) and setup.ends == [(job, Cause.FENCED)]
+    setup.publisher.put([progress(job, delta(0, 1, 1), status="completed"), progress(other, delta(0, 0, 5))])
+    assert setup.publisher.close(5)
+    assert job.id not in setup.store.frames and setup.ids(other) == [5]
+    assert not setup.holdings.holds(job)
+
+
+def test_a_cancel_is_told_once_and_its_end_is_published(setup: Setup) -> None:
+    job = setup.job()
+
+    def cancelled(items):  # type: ignore[no-untyped-def]
+        saved, setup.store.script = setup.store.script, []
+        setup.store.publish(items)
+        setup.store.script = saved
+        return [Publication.CANCELLED] * len(items)
+
+    setup.store.script = [cancelled, cancelled, cancelled]
+    for n in range(3):
+        before = len(setup.store.calls)
+        setup.publisher.put([progress(job, delta(0, n, n))])
+        setup.store.wait_calls(before + 1)
+    setup.publisher.put([progress(job, delta(0, 3, finish="abort"), status="cancelled")])
+    assert setup.publisher.close(5)
+    assert setup.ends == [(job, Cause.CANCELLED)] and setup.store.endings == {job.id: "cancelled"}
+
+
+def test_handover_sends_first_and_releases_then(setup: Setup) -> None:
+    job, ended = setup.job(flush_ms=60_000), setup.job(flush_ms=60_000)
+    setup.publisher.put([progress(job, delta(0, 0, 4)), progress(ended, delta(0, 0, 5), status="completed")])
+    setup.publisher.put([Handover(job), Handover(ended)])
+    assert setup.publisher.close(5)
+    assert setup.ids(job) == [4] and setup.store.released == [job.id], "a job that has ended is not given back"
+    assert len(setup.holdings) == 0
+
+
+def test_flush_ms_gathers_and_the_end_does_not_wait_for_it(setup: Setup) -> None:
+    job, quick = setup.job(flush_ms=60_000), setup.job()
+    setup.publisher.put([progress(job, delta(0, n, n)) for n in range(5)])
+    setup.publisher.put([progress(quick, delta(0, 0, 1))])
+    setup.store.wait_calls(1)
+    assert [item.job_id for item in setup.store.calls[0]] == [quick.id]
+    setup.publisher.put([progress(job, delta(0, 5, 5), status="completed")])
+    setup.store.wait_calls(2)
+    assert setup.publisher.close(5)
+    assert [len(frame.choices[0].ids) for frame in setup.store.frames[job.id] if frame.choices] == [6]
+
+
+def test_a_full_backlog_is_told_and_so_is_room() -> None:
+    setup = Setup(max_backlog=2000)
+    gate = threading.Event()
+
+    def closed(items):  # type: ignore[no-untyped-def]
+        assert gate.wait(20)
+        away(items)
+
+    setup.store.script = [closed]
+    job = setup.job()
+    for n in range(30):
+        setup.publisher.put([progress(job, delta(0, n, n))])
+    assert setup.publisher.full and not setup.room.is_set()
+    gate.set()
+    assert setup.room.wait(20) and not setup.publisher.full
+    setup.publisher.close(5)
+    assert setup.ids(job) == list(range(30)) and setup.publisher._backlog == 0
+
+
+def test_frames_that_redis_forgot_send_the_job_back_and_spare_the_others(setup: Setup) -> None:
+    lost, good = setup.job(), setup.job()
+
+    def gap(items):  # type: ignore[no-untyped-def]
+        if any(item.job_id == lost.id for item in items):
+            raise ProtocolError("a gap")
+
+    setup.store.script = [gap, gap, gap]
+    setup.publisher.put([progress(lost, delta(0, 0, 1)), progress(good, delta(0, 0, 2))])
+    assert setup.ended.wait(20) and setup.ends == [(lost, Cause.FENCED)]
+    assert setup.store.released == [lost.id]
+    setup.publisher.close(5)
+    assert setup.ids(good) == [2]
+
+
+def test_giving_up_leaves_jobs_to_their_leases() -> None:
+    setup = Setup()
+    setup.store.script = [away] * 1000
+    job = setup.job()
+    setup.publisher.put([progress(job, delta(0, 0, 1)), Handover(job)])
+    assert not setup.publisher.close(0.2)
+    assert not setup.publisher.is_alive() and setup.holdings.holds(job)
