@@ -140,6 +140,13 @@ class BlockPool:
             else:
                 self._cached[block] = None
 
+    def disown(self, blocks: Iterable[int]) -> None:
+        """Make held blocks unfindable: their content is not to be trusted."""
+        for block in blocks:
+            if not self._refs[block]:
+                raise ValueError(f"block {block} is not held")
+            self._forget(block)
+
     def check(self, tables: Iterable[Sequence[int]] | None = None) -> None:
         """Verify all invariants; with the block tables of all holders, also that references are exactly theirs.
 

@@ -309,13 +309,13 @@ class Engine:
                 news[sequence.index].finish_reason = "error"
             else:
                 output.choices.append(last)
-            self._release(live, sequence)
+            self._release(live, sequence, failed=True)
         output.error = error
         self._finish(live, output)
 
-    def _release(self, live: _Live, sequence: Sequence) -> None:
+    def _release(self, live: _Live, sequence: Sequence, *, failed: bool = False) -> None:
         """The choice is over: its blocks are free."""
-        self._scheduler.finish(sequence)
+        self._scheduler.finish(sequence, failed=failed)
         live.preemptions += sequence.preemptions
         del live.writers[sequence]
 

@@ -91,9 +91,14 @@ class Scheduler:
             if self._coming.get(keys[index]) is sequence:
                 del self._coming[keys[index]]
 
-    def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out in whatever state it is; its blocks are free at once. Again is no change."""
+    def finish(self, sequence: Sequence, *, failed: bool = False) -> None:
+        """Take a sequence out in whatever state it is; its blocks are free at once. Again is no change.
+
+        The blocks of a failed one may hold what is not finite, so nobody is to find them again.
+        """
         if sequence.state is SequenceState.RUNNING:
+            if failed:
+                self.pool.disown(sequence.block_table)
             self._running.remove(sequence)
             self._give_back(sequence)
         elif sequence.state is SequenceState.WAITING:

@@ -89,6 +89,20 @@ def test_a_second_block_of_the_same_content_stays_nameless() -> None:
     pool.check([first])
 
 
+def test_disowned_blocks_are_not_found_and_become_empty() -> None:
+    pool = BlockPool(2, 2)
+    keys = chain([1, 2])
+    table = pool.allocate(1)
+    pool.register(table[0], keys[0])
+    pool.disown(table)
+    assert pool.match(keys, 1) == []
+    pool.check([table])
+    pool.release(table)
+    assert (pool.free, pool.cached) == (2, 0)
+    with pytest.raises(ValueError, match="not held"):
+        pool.disown(table)
+
+
 def test_without_prefix_caching_nothing_is_found() -> None:
     pool = BlockPool(2, 2, prefix_caching=False)
     keys = chain([1, 2])

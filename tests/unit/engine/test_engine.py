@@ -68,6 +68,12 @@ def test_a_stop_inside_a_token_and_one_over_two() -> None:
     assert (over.text, over.finish_reason) == ("a ", "stop")
 
 
+def test_nothing_follows_a_stop_not_even_half_a_character() -> None:
+    ids = [*tiny.spell(b"a\xc3"), tiny.piece(tiny.STRADDLE), *tiny.spell(b"\xac")]
+    choice = only(run_one(say(ids), request(max_tokens=20, stop="\u00e9")))
+    assert (choice.text, choice.finish_reason, len(choice.token_ids)) == ("a", "stop", 3)
+
+
 def test_held_text_is_released_at_the_end() -> None:
     choice = only(run_one(say(words("x", "DEF", "G")), request(max_tokens=3, stop=["DEFGHIJ"])))
     assert (choice.text, choice.finish_reason, choice.stop_reason) == ("xDEFG", "length", None)
@@ -329,6 +335,16 @@ def test_a_row_with_an_error_of_its_own_ends_that_request_only() -> None:
     assert done["bad"].last.error.message == "logits are not finite"
     assert done["a"].last is not None
     assert done["a"].last.error is None
+
+
+def test_blocks_of_a_failed_request_are_not_found_again() -> None:
+    def choose(sequence: Sequence) -> int:
+        return -1 if sequence.request_id == "bad" and sequence.output_len == 3 else 65
+
+    engine = make_engine(FakeRunner(next_token=choose))
+    run(engine, request("good", [1] * 20, max_tokens=9), request("bad", [2] * 20, max_tokens=9))
+    again = run(engine, request("c", [1] * 20, max_tokens=1), request("d", [2] * 20, max_tokens=1))
+    assert [again[name].last.usage.cached_tokens for name in "cd"] == [16, 0]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("answers", [[], [None], [Sampled(1), Sampled(1)]])

@@ -164,7 +164,7 @@ def _said(choice: Choice) -> tuple[list[int], str, str | None, str | int | None]
     return choice.token_ids, choice.text, choice.finish_reason, choice.stop_reason
 
 
-EngineMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+EngineMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 TestEngineMachine = EngineMachine.TestCase
 
 

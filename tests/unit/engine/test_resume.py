@@ -52,7 +52,7 @@ def essence(choice: Choice) -> tuple[list[int], str, str | None]:
     return choice.token_ids, choice.text, choice.finish_reason
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     outputs=st.lists(st.lists(st.sampled_from(PARTS), max_size=6), min_size=2, max_size=2),
     fields=st.fixed_dictionaries(

@@ -157,9 +157,9 @@ def test_one_does_not_wait_for_the_prefix_of_a_lower_class() -> None:
     engine = make_engine(fake, max_num_seqs=8, max_num_batched_tokens=8)
     engine.add(request("batch", prompt(40), max_tokens=1, priority=2))
     steps(engine, 1)
-    engine.add(request("chat", prompt(12), max_tokens=1, priority=0))
+    engine.add(request("chat", prompt(20), max_tokens=1, priority=0))
     steps(engine, 1)
-    assert fake.plans[-1][0] == ("chat", 0, 8, 4)
+    assert fake.plans[-1][0] == ("chat", 0, 8, 8)
 
 
 def test_of_two_long_prompts_one_waits_until_all_of_it_fits() -> None:
