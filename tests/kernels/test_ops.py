@@ -1,0 +1,41 @@
+"""The table: every operation is there for every device, and chosen by preference."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from kernels.ops import BACKENDS, Ops, implementation, ops_for, register
+
+OPERATIONS = [field.name for field in fields(Ops)]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_operation_has_a_reference(operation: str) -> None:
+    assert implementation(operation, "reference") is not None
+
+
+@pytest.mark.parametrize("device", sorted(BACKENDS))
+def test_device_gets_its_preferred_implementation(device: str) -> None:
+    ops = ops_for(device)
+    for operation in OPERATIONS:
+        found = [kernel for backend in BACKENDS[device] if (kernel := implementation(operation, backend)) is not None]
+        assert getattr(ops, operation) is found[0]
+
+
+def test_cpu_paths_win_over_references() -> None:
+    assert ops_for("cpu").rms_norm is not ops_for("cuda").rms_norm
+
+
+def test_unknown_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="no kernels for device 'tpu'"):
+        ops_for("tpu")
+
+
+def test_unknown_operation_and_second_implementation_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown operation"):
+        register("no_such_operation", "reference")
+    ops_for("cpu")
+    with pytest.raises(ValueError, match="has a 'reference' implementation already"):
+        register("rms_norm", "reference")(lambda: None)

@@ -1,0 +1,145 @@
+"""Random numbers against published vectors; filters and draws against plain Python."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.ops import ops_for
+from kernels.reference.sampling import TOP_P_CANDIDATES, philox4x32, uniforms
+
+# kat_vectors of the Random123 distribution.
+VECTORS = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    (
+        (0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF),
+        (0xFFFFFFFF, 0xFFFFFFFF),
+        (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+    ),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+def test_philox_gives_the_published_words() -> None:
+    counters = np.array([v[0] for v in VECTORS], dtype=np.uint32)
+    keys = np.array([v[1] for v in VECTORS], dtype=np.uint32)
+    assert philox4x32(counters, keys).tolist() == [list(v[2]) for v in VECTORS]
+
+
+def test_uniforms_depend_on_each_of_seed_choice_and_position_alone() -> None:
+    base = uniforms([5], [0], [0])[0]
+    assert uniforms([9, 5, -3], [1, 0, 2], [7, 0, 1])[1] == base
+    others = [*uniforms([6, 5, 5, 5 + 2**40, -5], [0, 1, 0, 0, 0], [0, 0, 1, 0, 0])]
+    assert len({base, *others}) == 6
+    assert all(0.0 <= value < 1.0 for value in others)
+
+
+def test_uniforms_are_uniform() -> None:
+    values = uniforms([11] * 20000, [0] * 20000, list(range(20000)))
+    counts = np.histogram(values, bins=20, range=(0, 1))[0]
+    # Chi square with 19 degrees of freedom: 43.8 has probability 0.001.
+    assert float(((counts - 1000) ** 2 / 1000).sum()) < 43.8
+
+
+def kept_by_filters(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
+    """min-p, top-k and top-p as defined; ties with the last one kept stay."""
+    best = max(logits)
+    order = sorted(range(len(logits)), key=lambda i: -logits[i])
+    limit = -math.inf if min_p == 0 else best + math.log(min_p)
+    limit = max(limit, logits[order[min(top_k, len(order)) - 1]])
+    kept = [i for i in order if logits[i] >= limit - 1e-6]
+    if top_p < 1.0:
+        total = sum(math.exp(logits[i] - best) for i in kept)
+        mass = 0.0
+        for i in kept:
+            mass += math.exp(logits[i] - best) / total
+            if mass >= top_p:
+                limit = max(limit, logits[i])
+                break
+        kept = [i for i in kept if logits[i] >= limit]
+    return set(kept)
+
+
+def threshold(logits: torch.Tensor, top_k: list[int], top_p: list[float], min_p: list[float]) -> torch.Tensor:
+    return ops_for("cpu").keep_threshold(logits, logits.max(-1).values, top_k, top_p, min_p)
+
+
+@pytest.mark.parametrize("vocab", [7, 100, 4 * TOP_P_CANDIDATES])
+@pytest.mark.parametrize("spread", [0.05, 1.0, 6.0])
+def test_filters_keep_what_their_definitions_keep(vocab: int, spread: float) -> None:
+    rng = random.Random(vocab)
+    torch.manual_seed(vocab)
+    rows = 24
+    logits = torch.randn(rows, vocab) * spread
+    logits[3, : vocab // 2] = float("-inf")
+    top_k = [rng.choice([1, 2, 5, vocab - 1, vocab, vocab]) for _ in range(rows)]
+    top_p = [rng.choice([0.05, 0.4, 0.9, 0.999, 1.0]) for _ in range(rows)]
+    min_p = [rng.choice([0.0, 0.0, 0.02, 0.5]) for _ in range(rows)]
+    limits = threshold(logits, top_k, top_p, min_p)
+    for row in range(rows):
+        kept = {i for i in range(vocab) if logits[row, i] >= limits[row] and math.isfinite(logits[row, i])}
+        expected = kept_by_filters(logits[row].double().tolist(), top_k[row], top_p[row], min_p[row])
+        expected = {i for i in expected if math.isfinite(logits[row, i])}
+        # Rounding may move the edge by one token.
+        assert len(kept ^ expected) <= 1, row
+
+
+def test_a_row_is_filtered_alike_alone_and_in_a_batch() -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(5, 3000) * 2).bfloat16().float()  # many ties
+    top_k, top_p, min_p = [3000, 3000, 7, 900, 3000], [0.95, 1.0, 0.5, 0.8, 0.3], [0.0, 0.1, 0.0, 0.0, 0.0]
+    together = threshold(logits, top_k, top_p, min_p)
+    for row in range(5):
+        one = slice(row, row + 1)
+        assert threshold(logits[one], top_k[one], top_p[one], min_p[one]) == together[row]
+
+
+@pytest.mark.parametrize("top_p", [1e-9, 1e-300, 0.0001])
+def test_a_tiny_top_p_leaves_the_maximum(top_p: float) -> None:
+    logits = torch.randn(3, 500)
+    assert torch.equal(threshold(logits, [500] * 3, [top_p] * 3, [0.0] * 3), logits.max(-1).values)
+
+
+def test_no_filter_filters_nothing() -> None:
+    logits = torch.randn(2, 50)
+    assert torch.equal(threshold(logits, [50, 50], [1.0, 1.0], [0.0, 0.0]), torch.full((2,), float("-inf")))
+
+
+def test_draw_is_the_inverse_of_the_distribution_in_order_of_ids() -> None:
+    probabilities = [0.1, 0.0, 0.2, 0.4, 0.3]
+    logits = torch.tensor([probabilities]).log()
+    limits = torch.tensor([float("-inf")])
+    points = [0.0, 0.0999, 0.1001, 0.2999, 0.3001, 0.6999, 0.7001, 1 - 2.0**-53]
+    tokens = [
+        int(ops_for("cpu").draw(logits, logits.max(-1).values, limits, torch.tensor([u], dtype=torch.float64)))
+        for u in points
+    ]
+    assert tokens == [0, 0, 2, 2, 3, 3, 4, 4]
+
+
+def test_draw_stays_within_what_is_kept() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(200, 64)
+    best = logits.max(-1).values
+    limits = logits.topk(3).values[:, -1]
+    uniform = torch.rand(200, dtype=torch.float64)
+    tokens = ops_for("cpu").draw(logits, best, limits, uniform)
+    assert bool((logits.gather(1, tokens.unsqueeze(1)).squeeze(1) >= limits).all())
+
+
+def test_penalties_are_those_of_their_definitions() -> None:
+    logits = torch.tensor([[2.0, -2.0, 1.0, 0.5], [1.0, 1.0, 1.0, 1.0]])
+    rows, tokens = torch.tensor([0, 0, 0]), torch.tensor([0, 1, 2])
+    counts = torch.tensor([0.0, 1.0, 3.0])  # token 0 is in the prompt alone
+    ops_for("cpu").apply_penalties(
+        logits, rows, tokens, counts, torch.full((3,), 0.5), torch.full((3,), 0.25), torch.full((3,), 2.0)
+    )
+    assert logits.tolist() == [[1.0, -4.0 - 0.25 - 0.5, 0.5 - 0.75 - 0.5, 0.5], [1.0, 1.0, 1.0, 1.0]]
