@@ -32,12 +32,10 @@ from shared.keys import JobId
 from shared.protocol import (
     Card,
     Envelope,
-    ErrorInfo,
     JobStatus,
     TokenizerBundle,
     WorkerInfo,
     decode,
-    decode_error,
     encode,
 )
 from shared.scripts import Call
@@ -48,11 +46,6 @@ log = structlog.get_logger(__name__)
 _SCRIPT_LOADS: Final = 3
 _DEFAULT_LIMITS: Final = LaneLimits()
 _DEFAULT_LIFETIME: Final = Lifetime()
-_VIEW_FIELDS: Final = (
-    "status", "env", "epoch", "attempts", "seq", "cancel", "submitted_us", "started_us", "finished_us", "deadline_ms",
-    "result",
-)  # fmt: skip
-_LOAD_FIELDS: Final = ("queued_jobs", "queued_tokens", "running_jobs", "running_tokens")
 
 
 class JobStore:
@@ -73,6 +66,7 @@ class JobStore:
         limits: LaneLimits = _DEFAULT_LIMITS,
         lifetime: Lifetime = _DEFAULT_LIFETIME,
     ) -> None:
+        # Any: redis-py gives sync and async answers one type, `Awaitable[T] | T`.
         self._redis: Any = redis
         self._limits = limits
         self._lifetime = lifetime
@@ -158,10 +152,10 @@ class JobStore:
             ProtocolError: its envelope does not decode.
         """
         async with self._guard():
-            values = await self._redis.hmget(keys.job(JobId.parse(job_id)), _VIEW_FIELDS)
+            values = await self._redis.hmget(keys.job(JobId.parse(job_id)), scripts.VIEW_FIELDS)
         if values[0] is None or values[1] is None:
             raise JobNotFoundError("no job has this id", param="id")
-        return _view(job_id, values)
+        return scripts.parse_view(job_id, values)
 
     async def status(self, job_id: str) -> tuple[JobStatus, int]:
         """Status and sequence number of the last frame. Raises JobNotFoundError."""
@@ -180,26 +174,26 @@ class JobStore:
     async def lane_load(self, pool: str, lane: int) -> LaneLoad:
         """Exact counters of one lane."""
         async with self._guard():
-            return _lane_load(await self._redis.hmget(keys.stats(pool, lane), _LOAD_FIELDS))
+            return scripts.parse_load(await self._redis.hmget(keys.stats(pool, lane), scripts.LOAD_FIELDS))
 
     async def lane_loads(self, pool: str, lanes: Sequence[int]) -> list[LaneLoad]:
         """Exact counters of several lanes, in one round trip."""
         async with self._guard():
             pipe = self._redis.pipeline(transaction=False)
             for lane in lanes:
-                pipe.hmget(keys.stats(pool, lane), _LOAD_FIELDS)
-            return [_lane_load(values) for values in await pipe.execute()]
+                pipe.hmget(keys.stats(pool, lane), scripts.LOAD_FIELDS)
+            return [scripts.parse_load(values) for values in await pipe.execute()]
 
     async def pool_load(self, pool: str, lanes: int) -> LaneLoad:
         """Exact counters of every lane, summed."""
         loads = await self.lane_loads(pool, range(lanes))
-        return LaneLoad(**{name: sum(getattr(load, name) for load in loads) for name in _LOAD_FIELDS})
+        return LaneLoad(**{name: sum(getattr(load, name) for load in loads) for name in scripts.LOAD_FIELDS})
 
     async def dead_letters(self, pool: str, lane: int, count: int = 100) -> list[DeadLetter]:
         """Buried jobs of a lane, the newest first."""
         async with self._guard():
             entries = await self._redis.xrevrange(keys.dead(pool, lane), count=count)
-        return [_dead_letter(entry, fields) for entry, fields in entries]
+        return [scripts.parse_dead_letter(entry, fields) for entry, fields in entries]
 
     async def put_card(self, card: Card, bundle: TokenizerBundle) -> Card:
         """Join a pool: write its card if there is none. The first writer wins.
@@ -211,7 +205,7 @@ class JobStore:
             ConflictError: it differs in wire version, model, lanes, context or vocabulary. It is replaced only where no
                 worker lives and nothing is queued or running.
         """
-        agreement, data, tokenizer = _agreement(card), encode(card), encode(bundle)
+        agreement, data, tokenizer = scripts.agreement(card), encode(card), encode(bundle)
         held, found, live = await self._run(scripts.join(card.pool, agreement, data, tokenizer, ""))
         if held.decode() != agreement and not live and await self._drained(card.pool, found):
             call = scripts.join(card.pool, agreement, data, tokenizer, held.decode())
@@ -381,42 +375,3 @@ def _raise_typed(error: redis.RedisError | OSError) -> NoReturn:
     if (typed := unavailable(error)) is not None:
         raise typed from error
     raise error
-
-
-def _agreement(card: Card) -> str:
-    return f"{card.v}:{card.digest}:{card.lanes}:{card.max_model_len}:{card.vocab_size}"
-
-
-def _lane_load(values: Sequence[bytes | None]) -> LaneLoad:
-    return LaneLoad(*(int(value or 0) for value in values))
-
-
-def _view(job_id: str, values: Sequence[bytes | None]) -> JobView:
-    status, envelope, epoch, attempts, seq, cancel, submitted, started, finished, deadline, result = values
-    return JobView(
-        id=job_id,
-        status=scripts.parse_status(status or b""),
-        envelope=decode(envelope or b"", Envelope),
-        epoch=int(epoch or 0),
-        attempts=int(attempts or 0),
-        last_seq=int(seq or 0),
-        cancel_requested=cancel == b"1",
-        submitted_ms=int(submitted or 0) // 1000,
-        started_ms=int(started or 0) // 1000,
-        finished_ms=int(finished or 0) // 1000,
-        deadline_ms=int(deadline or 0),
-        result=result,
-    )
-
-
-def _dead_letter(entry: bytes, fields: dict[bytes, bytes]) -> DeadLetter:
-    error: ErrorInfo | None = None
-    if b"error" in fields:
-        error = decode_error(fields[b"error"])
-    return DeadLetter(
-        entry=entry.decode(),
-        job_id=fields.get(b"id", b"").decode(),
-        reason=fields.get(b"reason", b"").decode(),
-        attempts=int(fields.get(b"attempts", b"0")),
-        error=error,
-    )

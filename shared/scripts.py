@@ -18,7 +18,10 @@ import msgspec
 from shared import keys
 from shared.errors import OverloadedError, ProtocolError
 from shared.jobs import (
+    DeadLetter,
+    JobView,
     LaneLimits,
+    LaneLoad,
     Lease,
     Lifetime,
     Owned,
@@ -30,10 +33,18 @@ from shared.jobs import (
     Submitted,
 )
 from shared.keys import CLASSES, JobId
-from shared.protocol import Envelope, JobStatus, decode, encode
+from shared.protocol import Card, Envelope, ErrorInfo, JobStatus, decode, decode_error, encode
 
 #: Seconds after which it makes sense to submit again to a lane that is full.
 QUEUE_FULL_RETRY_S: Final = 1.0
+
+#: Fields of a job's hash that `parse_view` reads.
+VIEW_FIELDS: Final = (
+    "status", "env", "epoch", "attempts", "seq", "cancel", "submitted_us", "started_us", "finished_us", "deadline_ms",
+    "result",
+)  # fmt: skip
+#: Fields of a lane's stats that `parse_load` reads.
+LOAD_FIELDS: Final = ("queued_jobs", "queued_tokens", "running_jobs", "running_tokens")
 
 _PUBLICATIONS: Final = (Publication.FINE, Publication.CANCELLED, Publication.FENCED)
 
@@ -275,6 +286,49 @@ def parse_status(data: bytes) -> JobStatus:
     """A job's status as the hash has it."""
     status: JobStatus = data.decode()  # type: ignore[assignment]
     return status
+
+
+def agreement(card: Card) -> str:
+    """What all members of a pool have in common."""
+    return f"{card.v}:{card.digest}:{card.lanes}:{card.max_model_len}:{card.vocab_size}"
+
+
+def parse_load(values: Sequence[bytes | None]) -> LaneLoad:
+    """Counters as `LOAD_FIELDS` of a lane's stats."""
+    return LaneLoad(*(int(value or 0) for value in values))
+
+
+def parse_view(job_id: str, values: Sequence[bytes | None]) -> JobView:
+    """A job as `VIEW_FIELDS` of its hash. Raises ProtocolError if its envelope does not decode."""
+    status, envelope, epoch, attempts, seq, cancel, submitted, started, finished, deadline, result = values
+    return JobView(
+        id=job_id,
+        status=parse_status(status or b""),
+        envelope=decode(envelope or b"", Envelope),
+        epoch=int(epoch or 0),
+        attempts=int(attempts or 0),
+        last_seq=int(seq or 0),
+        cancel_requested=cancel == b"1",
+        submitted_ms=int(submitted or 0) // 1000,
+        started_ms=int(started or 0) // 1000,
+        finished_ms=int(finished or 0) // 1000,
+        deadline_ms=int(deadline or 0),
+        result=result,
+    )
+
+
+def parse_dead_letter(entry: bytes, fields: dict[bytes, bytes]) -> DeadLetter:
+    """An entry of the stream of dead letters."""
+    error: ErrorInfo | None = None
+    if b"error" in fields:
+        error = decode_error(fields[b"error"])
+    return DeadLetter(
+        entry=entry.decode(),
+        job_id=fields.get(b"id", b"").decode(),
+        reason=fields.get(b"reason", b"").decode(),
+        attempts=int(fields.get(b"attempts", b"0")),
+        error=error,
+    )
 
 
 def _job_keys(job_id: JobId) -> tuple[str, str, str, str, str]:

@@ -40,12 +40,24 @@ local function reclaim(stream, class, bucket, entry_id)
   grant(job, admission == 'alone')
 end
 
+-- Whether the caller could take any further job of a dead worker.
+local function has_room()
+  local any = suspects > 0 or not charge
+  for level = 1, #CLASSES do
+    if any and not full and sequences[level] > 0 and tokens[level] > 0 then
+      return true
+    end
+  end
+  return false
+end
+
+-- A page of idle entries at least, so that cancelled and expired ones end; more as long as there is room.
 local function reclaim_stream(stream, class, bucket)
   local from = '-'
-  if redis.call('XLEN', stream) == 0 then
+  if full or redis.call('XLEN', stream) == 0 then
     return
   end
-  while not full do
+  repeat
     -- pcall: the group may have been deleted by hand; find_head makes it again.
     local idle_entries = redis.pcall('XPENDING', stream, GROUP, 'IDLE', lease_ms, from, '+', 64)
     if idle_entries.err or #idle_entries == 0 then
@@ -57,7 +69,7 @@ local function reclaim_stream(stream, class, bucket)
         reclaim(stream, class, bucket, pending[1])
       end
     end
-  end
+  until not has_room()
 end
 
 local function reclaim_all()

@@ -154,17 +154,17 @@ local function take(stream, job, alone)
 end
 
 -- Jobs that were given back go first. One that this caller may not have now goes to the end, so that it is in
--- nobody's way.
+-- nobody's way; a few in each pull.
 local function serve_resume()
-  local stream, first = KEYS[3], nil
-  while not full do
+  local stream, first, put_back = KEYS[3], nil, 0
+  while not full and put_back < 16 do
     local job = head(stream)
     if not job or job.id == first then
       return
     end
     local admission = admissible(job.deaths)
     if admission == 'no' or job.cost > max_cost then
-      first = first or job.id
+      first, put_back = first or job.id, put_back + 1
       redis.call('XDEL', stream, job.entry)
       local entry = redis.call('XADD', stream, '*', 'id', job.id, 'cost', int(job.cost), 'class', job.class,
         'bucket', job.bucket)
@@ -177,4 +177,3 @@ local function serve_resume()
     end
   end
 end
-

@@ -99,7 +99,7 @@ class OneAnswerServer:
 
     def __init__(self, answer: bytes) -> None:
         self.answer = answer
-        self.commands = 0
+        self.connections = 0
         self._serving: set[asyncio.Task[None]] = set()
 
     @property
@@ -122,11 +122,11 @@ class OneAnswerServer:
         assert task is not None
         self._serving.add(task)
         task.add_done_callback(self._serving.discard)
+        self.connections += 1
         parser = hiredis.Reader()
         while data := await reader.read(65536):
             parser.feed(data)
             while (command := parser.gets()) is not False:
-                self.commands += 1
                 writer.write(b"+OK\r\n" if command[0] == b"CLIENT" else self.answer + b"\r\n")
             await writer.drain()
         writer.close()

@@ -276,6 +276,17 @@ async def test_an_error_that_passes_is_unavailable(answer: bytes) -> None:
         threads.close()
 
 
+async def test_connections_to_a_demoted_primary_are_dropped() -> None:
+    """Behind the same name there may be another server by now."""
+    async with OneAnswerServer(b"-READONLY You can't write against a read only replica.") as server:
+        client = connect(server.url)
+        for n in range(1, 4):
+            with pytest.raises(ServiceUnavailableError):
+                await JobStore(client).cancel(envelope().id)
+            assert server.connections == n
+        await client.aclose()
+
+
 async def test_no_server_is_unavailable() -> None:
     client = connect("redis://127.0.0.1:1/0", retry=Retry(NoBackoff(), 1))
     with pytest.raises(ServiceUnavailableError):
