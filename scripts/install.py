@@ -64,10 +64,8 @@ def needs_cpu_index(choice: str, gpu: bool, candidate: Candidate) -> bool:
     """Whether torch has to come from the index of CPU builds, given what pip would take by itself.
 
     Raises:
-        InstallError: an unknown choice, or a CUDA build is asked for and pip would take a CPU build.
+        InstallError: a CUDA build is asked for and pip would take a CPU build.
     """
-    if choice not in CHOICES:
-        raise InstallError(f"ROPEWAY_TORCH={choice}: one of {', '.join(CHOICES)} is needed")
     if choice == "cuda" and candidate.is_cpu:
         raise InstallError(f"ROPEWAY_TORCH=cuda, but pip would take the CPU build {candidate.version}")
     wants_cpu = choice == "cpu" or (choice == "auto" and not gpu)
@@ -100,22 +98,25 @@ def parse_report(report: dict[str, Any]) -> Candidate:
     return Candidate(metadata["version"], tuple(metadata.get("requires_dist", ())))
 
 
-def pip(*arguments: str) -> None:
-    """Run pip of this environment.
+def pip_install(*arguments: str) -> None:
+    """Run `pip install` in this environment.
+
+    Bytecode is left to the first import: compiling all of torch and transformers takes longer than fetching them, and
+    most of it is never imported.
 
     Raises:
         InstallError: pip failed; it has said why on standard error.
     """
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-compile", *arguments]
     if subprocess.run(command, check=False).returncode != 0:
-        raise InstallError(f"failed: pip {' '.join(arguments)}")
+        raise InstallError(f"failed: pip install {' '.join(arguments)}")
 
 
 def candidate_of(requirement: str) -> Candidate:
     """What pip would install for a requirement; only metadata is fetched where the index offers it apart."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        pip("install", "--quiet", "--dry-run", "--no-deps", "--ignore-installed", "--report", str(report), requirement)
+        pip_install("--quiet", "--dry-run", "--no-deps", "--ignore-installed", "--report", str(report), requirement)
         return parse_report(json.loads(report.read_text(encoding="utf-8")))
 
 
@@ -130,14 +131,16 @@ def installed(requirement: str) -> bool:
 
 def install_torch(choice: str) -> None:
     """Install the pinned torch, unless it is there already. Its dependencies come with those of the project."""
+    if choice not in CHOICES:
+        raise InstallError(f"ROPEWAY_TORCH={choice}: one of {', '.join(CHOICES)} is needed")
     requirement = pin("torch")
     if installed(requirement):
         return
-    command = ["install", "--no-deps", requirement]
+    command = ["--no-deps", requirement]
     if needs_cpu_index(choice, has_gpu(), candidate_of(requirement)):
         # The only index for this call, so that an outage of it is an error and not a download of the CUDA build.
         command += ["--index-url", os.environ.get("ROPEWAY_TORCH_INDEX", CPU_WHEELS)]
-    pip(*command)
+    pip_install(*command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -149,9 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("run it with the Python of a virtual environment")
     try:
         install_torch(os.environ.get("ROPEWAY_TORCH", "auto"))
-        pip("install", "--quiet", "--constraint", str(CONSTRAINTS), "--editable", f"{ROOT}[{options.extras}]")
+        pip_install("--quiet", "--constraint", str(CONSTRAINTS), "--editable", f"{ROOT}[{options.extras}]")
         for name in WITHOUT_DEPENDENCIES:
-            pip("install", "--quiet", "--no-deps", pin(name))
+            pip_install("--quiet", "--no-deps", pin(name))
     except InstallError as error:
         print(f"install: {error}", file=sys.stderr)
         return 1

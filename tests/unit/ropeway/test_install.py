@@ -66,7 +66,7 @@ def test_when_the_cpu_index_is_needed(
 
 def test_what_cannot_be_met_is_refused(install: ModuleType) -> None:
     with pytest.raises(install.InstallError, match="auto, cpu, cuda, default"):
-        install.needs_cpu_index("rocm", False, install.Candidate(*CUDA))
+        install.install_torch("rocm")
     with pytest.raises(install.InstallError, match=r"2\.13\.0\+cpu"):
         install.needs_cpu_index("cuda", True, install.Candidate(*CPU_BY_TAG))
 
@@ -96,7 +96,7 @@ def call_install_torch(install: ModuleType, monkeypatch: pytest.MonkeyPatch, can
     monkeypatch.setattr(install, "installed", lambda _: False)
     monkeypatch.setattr(install, "has_gpu", lambda: False)
     monkeypatch.setattr(install, "candidate_of", lambda _: candidate)
-    monkeypatch.setattr(install, "pip", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(install, "pip_install", lambda *arguments: calls.append(arguments))
     install.install_torch("auto")
     (call,) = calls
     return list(call)
@@ -119,5 +119,5 @@ def test_what_is_installed_stays(install: ModuleType, monkeypatch: pytest.Monkey
     assert install.installed(f"pytest=={version}")
     assert not install.installed("pytest==0.1") and not install.installed("no-such-package==1")
     monkeypatch.setattr(install, "installed", lambda _: True)
-    monkeypatch.setattr(install, "pip", lambda *_: pytest.fail("nothing is to be installed"))
+    monkeypatch.setattr(install, "pip_install", lambda *_: pytest.fail("nothing is to be installed"))
     install.install_torch("auto")
