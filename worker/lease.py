@@ -74,14 +74,20 @@ class LeaseKeeper(WatchedThread):
 
     def main(self) -> None:
         """Look, renew, wait."""
-        renewed_at = 0.0
+        renewed_at, warned = 0.0, False
         while not self._closed.wait(self._tick):
             self.looked_at = time.monotonic()
             # While Redis is away nothing can be published, and that is no fault of the publisher.
             self._publisher.look(count=self._redis_answers)
             if max(self._engine.look(), self._publisher.stalled_s) > self._step_timeout:
-                self._fatal(EXIT_STALLED, "engine or publisher has stalled")
-                return
+                if warned:
+                    self._fatal(EXIT_STALLED, "engine or publisher has stalled")
+                    return
+                # One look earlier than the end: probes see it, and nothing is renewed any more.
+                _log.error("engine or publisher does not move", stalled_s=self.stalled_s)
+                warned = True
+                continue
+            warned = False
             if self.looked_at - renewed_at >= self._renew_every - self._tick / 2:
                 self._renew()
                 renewed_at = self.looked_at

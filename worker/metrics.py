@@ -5,11 +5,8 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from engine.request import EngineStats
+from shared.metrics import E2E_BUCKETS, NAMESPACE, TPOT_BUCKETS, TTFT_BUCKETS
 from shared.protocol import JobStatus, Timings, Usage
-
-_TTFT = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
-_TPOT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-_LONG = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800)
 
 
 class WorkerMetrics:
@@ -21,13 +18,13 @@ class WorkerMetrics:
         labels = {"registry": self.registry, "labelnames": ["model_name"]}
 
         def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"ropeway_{name}", text, **labels).labels(model)  # type: ignore[arg-type]
+            return Gauge(f"{NAMESPACE}_{name}", text, **labels).labels(model)  # type: ignore[arg-type]
 
         def counter(name: str, text: str) -> Counter:
-            return Counter(f"ropeway_{name}", text, **labels).labels(model)  # type: ignore[arg-type]
+            return Counter(f"{NAMESPACE}_{name}", text, **labels).labels(model)  # type: ignore[arg-type]
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"ropeway_{name}", text, buckets=buckets, **labels).labels(model)  # type: ignore[arg-type]
+            return Histogram(f"{NAMESPACE}_{name}", text, buckets=buckets, **labels).labels(model)  # type: ignore[arg-type]
 
         self.running = gauge("num_requests_running", "Sequences in the batch.")
         self.waiting = gauge("num_requests_waiting", "Sequences in the engine that wait for a place in the batch.")
@@ -48,13 +45,17 @@ class WorkerMetrics:
         self.fenced = counter("fenced_publishes", "Jobs of which a publish or a renewal was refused: another had them.")
         self.publish_errors = counter("publish_errors", "Publishes that failed and were tried again.")
         self.redis_errors = counter("redis_errors", "Failed calls of intake, registry and lease.")
-        self.ttft = histogram("time_to_first_token_seconds", "From submit to the first token.", _TTFT)
-        self.tpot = histogram("time_per_output_token_seconds", "Between tokens, mean of a job.", _TPOT)
-        self.queue_time = histogram("request_queue_time_seconds", "From submit until the engine began.", _LONG)
-        self.inference_time = histogram("request_inference_time_seconds", "From the engine's begin to the end.", _LONG)
-        self.e2e = histogram("e2e_request_latency_seconds", "From submit to the end.", _LONG)
+        self.ttft = histogram("time_to_first_token_seconds", "From submit to the first token.", TTFT_BUCKETS)
+        self.tpot = histogram("time_per_output_token_seconds", "Between tokens, mean of a job.", TPOT_BUCKETS)
+        self.queue_time = histogram("request_queue_time_seconds", "From submit until the engine began.", TTFT_BUCKETS)
+        self.inference_time = histogram(
+            "request_inference_time_seconds", "From the engine's begin to the end.", E2E_BUCKETS
+        )
+        self.e2e = histogram("e2e_request_latency_seconds", "From submit to the end.", E2E_BUCKETS)
         self._model = model
-        self._jobs = Counter("ropeway_jobs", "Jobs that ended here.", ["model_name", "status"], registry=self.registry)
+        self._jobs = Counter(
+            f"{NAMESPACE}_jobs", "Jobs that ended here.", ["model_name", "status"], registry=self.registry
+        )
         self._last = EngineStats()
 
     def ended(self, status: JobStatus, usage: Usage, timings: Timings) -> None:

@@ -56,6 +56,17 @@ async def test_a_job_is_taken_up_by_a_worker_that_comes_later(valkey_url: str) -
         assert (await h.result(envelope.id)).choices == expected(envelope)
 
 
+@pytest.mark.parametrize("step_ms", [20, 2500], ids=["many steps", "one step longer than two leases"])
+async def test_a_job_longer_than_the_lease_stays_where_it_is(valkey_url: str, step_ms: int) -> None:
+    async with harness(valkey_url) as h:
+        workers = await asyncio.gather(h.worker(sim_step_ms=step_ms), h.worker(sim_step_ms=step_ms))
+        envelope = job(max_tokens=3000 // step_ms + 1)
+        assert _epochs(await (await h.submit(envelope)).end()) == [1]
+        assert (await h.result(envelope.id)).choices == expected(envelope)
+        assert await _attempts(h, envelope.id) == 1
+        assert all(worker.alive for worker in workers)
+
+
 async def test_sigterm_lets_jobs_end_within_the_grace_period(redis_url: str) -> None:
     async with harness(redis_url) as h:
         worker = await h.worker()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import signal
 
+import httpx
 import pytest
 
 from shared.jobs import Lifetime
 from tests.support.faulty_worker import TRIGGER
-from tests.support.worker_harness import expected, harness, job
-from worker.pulse import EXIT_BROKEN
+from tests.support.worker_harness import POOL, expected, harness, job
+from worker.pulse import EXIT_BROKEN, EXIT_STALLED
 
 
 async def test_a_job_is_answered_exactly(redis_url: str) -> None:
@@ -41,6 +42,38 @@ async def test_choices_of_different_lengths_with_logprobs_and_stops(valkey_url: 
             result = await h.result(envelope.id)
             assert result.status == "completed" and result.choices == expected(envelope)
         assert len({len(c.token_ids) for c in expected(jobs[0])}) > 1, "the choices should differ in length"
+
+
+async def test_probes_and_metrics_of_a_process(valkey_url: str) -> None:
+    async with harness(valkey_url) as h:
+        worker = await h.worker()
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{worker.health_port}") as http:
+            for path, state in (("/health", "ready"), ("/ready", "ready")):
+                response = await http.get(path)
+                assert response.status_code == 200 and state in response.text
+            envelope = job(max_tokens=30)
+            await (await h.submit(envelope)).end()
+            text = (await http.get("/metrics")).text
+        assert f'ropeway_jobs_total{{model_name="{POOL}",status="completed"}} 1.0' in text
+        assert f'ropeway_jobs_pulled_total{{model_name="{POOL}"}} 1.0' in text
+        (info,) = await h.store.live_workers(POOL, 60_000)
+        assert info.owner == worker.owner and info.state == "ready" and info.total_blocks > 0
+
+
+async def test_health_says_so_when_the_engine_hangs(valkey_url: str) -> None:
+    async with harness(valkey_url) as h:
+        worker = await h.worker(fault="hang", step_timeout_s=4, lease_s=60)
+        bad = job(1)
+        bad.prompt_token_ids[0] = TRIGGER
+        await (await h.submit(bad)).tokens(1)
+        statuses = set()
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{worker.health_port}", timeout=5) as http:
+            while worker.alive:
+                try:
+                    statuses.add((await http.get("/health")).status_code)
+                except httpx.TransportError:
+                    break
+        assert await worker.wait() == EXIT_STALLED and statuses == {200, 503}
 
 
 async def test_gathered_tokens_come_in_few_frames(valkey_url: str) -> None:
