@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import hmac
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import msgspec
 
 from gateway.catalogue import Pool
 from gateway.sampling import DEFAULT_COMPLETION_TOKENS, draw_seed
@@ -46,7 +45,7 @@ class Keyring:
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             raise AuthenticationError("An API key is needed: Authorization: Bearer <key>")
-        given = token.strip().encode("utf-8", "surrogateescape")
+        given = token.strip().encode("latin-1", "replace")  # as header bytes came
         matches = [hmac.compare_digest(given, key) for key in self._keys]  # all of them: time must not tell which
         if not any(matches):
             raise AuthenticationError("This API key is not known")
@@ -159,14 +158,16 @@ def envelopes(
         lane = keys.lane_of(
             pool.card.lanes, adapter=None, prompt_cache_key=request.prompt_cache_key, token_ids=prompt
         )  # fmt: skip
-        seed = draw_seed() if params.seed is None else params.seed
+        sampling = copy.copy(params)
+        sampling.max_tokens = max_tokens
+        sampling.seed = draw_seed() if params.seed is None else params.seed
         result.append(
             Envelope(
                 id=str(JobId.new(pool.card.pool, lane)),
                 tenant=caller.tenant,
                 model=request.model,
                 prompt_token_ids=prompt,
-                sampling=msgspec.structs.replace(params, max_tokens=max_tokens, seed=seed),
+                sampling=sampling,
                 kind="chat" if isinstance(request, ChatCompletionRequest) else "completion",
                 job_class=options.job_class,
                 cache_salt=salt,

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, TypeVar
 
 from starlette.types import Receive
-
-T = TypeVar("T")
 
 
 class ClientGoneError(Exception):
@@ -41,29 +38,6 @@ class Disconnect:
             callback()
         else:
             self._callbacks.append(callback)
-
-    async def unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await work that may be broken off at any point.
-
-        Raises:
-            ClientGoneError: the client went first.
-        """
-        task = asyncio.create_task(work)
-
-        def break_off() -> None:
-            task.cancel()
-
-        self.on_gone(break_off)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            if self.gone and task.cancelled():
-                raise ClientGoneError from None
-            task.cancel()
-            raise
-        finally:
-            if break_off in self._callbacks:
-                self._callbacks.remove(break_off)
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

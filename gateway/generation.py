@@ -62,7 +62,9 @@ class GenerationResponse(Response):
         request, services = self._request, self._services
         flush_ms = 0 if self._streaming else self._settings.flush_ms
         options = JobOptions(request.job_class, flush_ms, request.metadata or {})
-        prepared = await client.unless_gone(services.preparer.prepare(request, self._caller, options))
+        prepared = await services.preparer.prepare(request, self._caller, options)
+        if client.gone:
+            raise ClientGoneError
         scope.setdefault("state", {})["job_id"] = prepared.shape.job_ids[0]
         async with await services.hub.follow(prepared.shape.job_ids) as follower:
             client.on_gone(follower.nudge)

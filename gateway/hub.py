@@ -89,6 +89,11 @@ class Hub:
         return bool(self._tasks) and not any(task.done() for task in self._tasks)
 
     @property
+    def followers(self) -> frozenset[Follower]:
+        """Streams that are open now, as they are."""
+        return frozenset(self._followers)
+
+    @property
     def streams(self) -> int:
         """Streams that are open now."""
         return len(self._followers)

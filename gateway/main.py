@@ -32,6 +32,7 @@ def server(settings: GatewaySettings) -> uvicorn.Server:
             access_log=False,
             log_config=None,
             server_header=False,
+            proxy_headers=False,
             backlog=BACKLOG,
             timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
         )

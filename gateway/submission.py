@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import redis.asyncio
 import redis.exceptions
@@ -43,16 +43,13 @@ class Submitter:
             OverloadedError: a limit of a lane is reached.
             ServiceUnavailableError: Redis is away, full, loading or read-only.
         """
-        gate = asyncio.Semaphore(_PARALLEL)
-
-        async def one(envelope: Envelope) -> None:
-            async with gate:
-                await self._store.submit(envelope, lifetime=lifetime)
-
-        answers: list[BaseException | None] = await asyncio.gather(
-            *(one(envelope) for envelope in envelopes), return_exceptions=True
-        )
-        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+        answers: list[BaseException | None]
+        if len(envelopes) == 1:
+            answers = [await self._submit(envelopes[0], lifetime)]
+        else:
+            gate = asyncio.Semaphore(_PARALLEL)
+            answers = await asyncio.gather(*(self._submit(envelope, lifetime, gate) for envelope in envelopes))
+        errors = [answer for answer in answers if answer is not None]
         self._count(envelopes, answers)
         if not errors:
             return
@@ -61,6 +58,17 @@ class Submitter:
         self.cancel_later(unsure, 0.0)
         raise errors[0]
 
+    async def _submit(
+        self, envelope: Envelope, lifetime: Lifetime | None, gate: asyncio.Semaphore | None = None
+    ) -> BaseException | None:
+        """Queue one job; answers what went wrong, so that the others are not broken off."""
+        try:
+            async with gate or nullcontext():
+                await self._store.submit(envelope, lifetime=lifetime)
+        except Exception as error:  # noqa: BLE001  (the caller raises it)
+            return error
+        return None
+
     def cancel_later(self, job_ids: Sequence[str], grace_s: float, *, leave_readers: bool = False) -> None:
         """End jobs after a grace, in the background; `leave_readers` spares those that somebody follows by then."""
         if not job_ids:
@@ -68,6 +76,11 @@ class Submitter:
         task = asyncio.create_task(self._cancel(list(job_ids), grace_s, leave_readers))
         self._cancels.add(task)
         task.add_done_callback(self._cancels.discard)
+
+    async def idle(self) -> None:
+        """Wait until no cancel is under way or in its grace."""
+        while self._cancels:
+            await asyncio.wait(self._cancels)
 
     async def close(self) -> None:
         """End what is in its grace now; wait for it, not for ever."""

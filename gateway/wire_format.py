@@ -15,7 +15,8 @@ _encoder = msgspec.json.Encoder()
 encode = _encoder.encode
 
 DONE = b"data: [DONE]\n\n"
-KEEPALIVE = b": keepalive\n\n"
+# One newline, not two: a blank line makes some clients (openai's among them) dispatch an event without data.
+KEEPALIVE = b": keepalive\n"
 #: The least log probability that is sent: JSON has no infinity.
 LOGPROB_FLOOR = -9999.0
 

@@ -84,7 +84,12 @@ class Running:
         await self.publish([self.frame("started")])
 
     async def finish(
-        self, finish: str | None = "stop", *, status: JobStatus = "completed", error: ErrorInfo | None = None, **more: Any
+        self,
+        finish: str | None = "stop",
+        *,
+        status: JobStatus = "completed",
+        error: ErrorInfo | None = None,
+        **more: Any,
     ) -> Publication:
         """The last frame: closes every choice that is open, unless `finish` is None."""
         n = self.job.envelope.sampling.n
@@ -185,9 +190,8 @@ async def serve(redis_url: str, *, card: Any = None, bundle: Any = None, **setti
     store = JobStore(client)
     if card is not False:
         await store.put_card(card or support.card(), bundle or support.bundle())
-    async with running(redis_url, **settings) as (url, services):
-        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
-            yield Gateway(url, http, services, Worker(store), redis_url)
+    async with running(redis_url, **settings) as (url, services), httpx.AsyncClient(base_url=url, timeout=30) as http:
+        yield Gateway(url, http, services, Worker(store), redis_url)
     await client.aclose()
 
 
