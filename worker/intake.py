@@ -91,7 +91,7 @@ class Intake:
     def room(self) -> None:
         """Something has left the engine or the worker. From any thread."""
         self._room_count += 1
-        if self._blocked or self._clearing is not None:
+        if (self._blocked or self._clearing is not None) and not self._stopping.is_set():
             self._asyncio.call_soon_threadsafe(self._unblock)
 
     def cancel(self, job_id: str) -> None:

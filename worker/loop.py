@@ -101,6 +101,7 @@ class EngineLoop(WatchedThread):
 
     def main(self) -> None:
         """Make the engine, then take in and step until closed."""
+        self.built.set_running_or_notify_cancel()
         try:
             self._engine = self._build()
             info = self._engine.info()

@@ -65,7 +65,7 @@ class Worker:
         self._exit_code = 0
         self._clock = RedisClock()
         self._holdings = Holdings()
-        self._metrics = WorkerMetrics(settings.pool or settings.model)
+        self._metrics = WorkerMetrics(settings.pool or ("sim" if settings.engine == "sim" else settings.model))
         self._loop = EngineLoop(lambda: build(settings), self._holdings, self._metrics, self._clock, fatal)
         self._lease: LeaseKeeper | None = None
         self._registry: Registry | None = None

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 
+import httpx
 import pytest
 import redis.asyncio
 
@@ -89,17 +90,17 @@ async def test_sigterm_lets_jobs_end_within_the_grace_period(redis_url: str) -> 
 async def test_sigterm_hands_back_what_does_not_end(valkey_url: str, how: str) -> None:
     async with harness(valkey_url) as h:
         first = await h.worker(grace_s=0 if how == "grace is over" else 600, lease_s=60)
-        jobs = [job(n, lane=n, max_tokens=150, n=1 + n) for n in range(3)]
+        jobs = [job(n, lane=n, max_tokens=400, n=1 + n) for n in range(3)]
         followers = [await h.submit(envelope) for envelope in jobs]
         for follower in followers:
             await follower.tokens(20)
-        second = await h.worker(lease_s=60)
         first.signal(signal.SIGTERM)
         if how == "second signal":
             await first.event("worker drains")
             first.signal(signal.SIGINT)
         assert await first.wait() == 0
         # The lease is a minute: what is taken up now was handed over.
+        second = await h.worker(lease_s=60, sim_step_ms=1)
         for follower, envelope in zip(followers, jobs, strict=True):
             assert _epochs(await follower.end()) == [1, 2]
             assert (await h.result(envelope.id)).choices == expected(envelope)
@@ -118,6 +119,26 @@ async def test_sigterm_while_waiting_for_redis_at_the_start() -> None:
             assert await worker.wait() == 0
     finally:
         server.close()
+
+
+async def test_a_worker_that_loads_is_alive_not_ready_and_stops_when_told(valkey_url: str) -> None:
+    async with harness(valkey_url) as h:
+        worker = await h.worker(ready=False, fault="load")
+        await worker.event("worker starts")
+        await h.submit(job())
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{worker.health_port}") as http:
+            assert (await http.get("/health")).status_code == 200
+            assert (await http.get("/ready")).status_code == 503
+        worker.signal(signal.SIGTERM)
+        assert await worker.wait() == 0
+        assert (await h.store.pool_load(POOL, 4)).queued_jobs == 1, "nothing is pulled before the engine is there"
+
+
+async def test_a_model_that_cannot_be_had_ends_the_process_with_a_reason(valkey_url: str) -> None:
+    async with harness(valkey_url) as h:
+        worker = await h.worker(ready=False, fault="no model")
+        assert await worker.wait() == EXIT_REFUSED
+        assert (await worker.event("no engine can be made of these settings"))["reason"] == "no such model"
 
 
 async def test_a_paused_worker_is_fenced_and_publishes_nothing(valkey_url: str) -> None:

@@ -56,6 +56,10 @@ class FaultyEngine(SimEngine):
 
 def build(settings: WorkerSettings) -> EngineProtocol:
     """The engine with its fault."""
+    if os.environ["FAULT"] == "load":
+        threading.Event().wait()
+    if os.environ["FAULT"] == "no model":
+        raise FileNotFoundError("no such model")
     config = SimConfig(step_ms=settings.sim_step_ms, max_num_seqs=settings.max_num_seqs)
     return FaultyEngine(config, os.environ["FAULT"])
 
