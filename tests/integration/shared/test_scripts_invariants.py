@@ -48,6 +48,10 @@ class Lane(RuleBasedStateMachine):
         self.dead: list[str] = []
         self.workers = [Worker(self.client, i, 0) for i in range(3)]
         self.sent: Publish | None = None
+        #: Jobs as owners held them once.
+        self.former: list[tuple[str, PulledJob]] = []
+        #: Jobs in answers that never arrived, with their epochs, by owner.
+        self.lost: dict[str, dict[str, int]] = {}
 
     async def _connect(self) -> Any:
         client = connect(self.url)
@@ -84,13 +88,21 @@ class Lane(RuleBasedStateMachine):
         wish = budget(sequences, room, max_job=10**5, idle=not worker.held)
         # A store of its own, thrown away, is an answer that never arrives.
         store = JobStore(self.client) if lost and not worker.held else worker.store
+        repeated = self._lost_and_still_owned(worker.owner)
         answer = self.run(store.pull(POOL, 0, worker.owner, wish, Lease(lease_ms=0, reclaim=reclaim, charge=charge)))
+        taken = {job.envelope.id: job.epoch for job in answer.jobs}
+        assert not repeated or taken == repeated
+        if store is worker.store:
+            self.lost.pop(worker.owner, None)
+        elif taken:
+            self.lost[worker.owner] = taken
         for job in answer.jobs:
             again = self.owners.get(job.envelope.id) == (worker.owner, job.epoch)
             assert job.envelope.id not in worker.held or not again
             assert job.epoch > self.epochs.get(job.envelope.id, 0) or again
             self.epochs[job.envelope.id] = job.epoch
             self.owners[job.envelope.id] = (worker.owner, job.epoch)
+            self.former.append((worker.owner, job))
             if store is worker.store:
                 worker.held[job.envelope.id] = job
                 worker.seq[job.envelope.id] = job.last_seq
@@ -118,6 +130,18 @@ class Lane(RuleBasedStateMachine):
         owns = self.owners.get(item.job_id) == (worker.owner, item.epoch)
         expected = Publication.CANCELLED if cancelled and item.ending is None else Publication.FINE
         assert self.run(self.store.publish([item])) == [expected if owns else Publication.FENCED]
+
+    @precondition(lambda self: self.former)
+    @rule(data=st.data(), end=st.booleans())
+    def publish_what_was_held_once(self, data: st.DataObject, end: bool) -> None:
+        """A zombie knows how long the log is, and still gets nothing into it."""
+        owner, job = data.draw(st.sampled_from(self.former))
+        if self.owners.get(job.envelope.id) == (owner, job.epoch):
+            return
+        _, seq = self.run(self.store.status(job.envelope.id))
+        item = last(job, owner, seq + 1) if end else tokens(job, owner, seq + 1)
+        assert self.run(self.store.publish([item])) == [Publication.FENCED]
+        assert self.run(self.store.renew(owner, [owned(job)])) == [Publication.FENCED]
 
     @precondition(lambda self: self.sent)
     @rule()
@@ -209,6 +233,11 @@ class Lane(RuleBasedStateMachine):
     def _any_held(self, data: st.DataObject) -> tuple[Worker, PulledJob]:
         pairs = [(w, w.held[job_id]) for w in self.workers for job_id in sorted(w.held)]
         return pairs[data.draw(st.integers(0, len(pairs) - 1))]
+
+    def _lost_and_still_owned(self, owner: str) -> dict[str, int]:
+        """Jobs of an answer that never arrived which nobody has taken since and whose end nobody has seen to."""
+        lost = self.lost.get(owner, {}).items()
+        return {job_id: epoch for job_id, epoch in lost if self.owners.get(job_id) == (owner, epoch)}
 
     def _owns(self, worker: Worker, job: PulledJob) -> bool:
         return self.owners.get(job.envelope.id) == (worker.owner, job.epoch)
