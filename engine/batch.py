@@ -35,11 +35,14 @@ class Batch:
     """Inputs of one forward pass.
 
     Attributes:
+        order: indices of the spans, as their rows follow each other.
         tokens, positions: [tokens] int64.
         attention: slots and groups.
-        sample_rows: [samples] int64, rows whose logits are wanted; None where that is every row, in order.
+        sample_rows: [samples] int64, the last rows of the spans that sample, in the order of the spans; None where that
+            is every row as it stands.
     """
 
+    order: list[int]
     tokens: torch.Tensor
     positions: torch.Tensor
     attention: AttentionBatch
@@ -48,36 +51,51 @@ class Batch:
 
 @dataclass(slots=True)
 class _Shape:
-    """Per span: tokens of the pass, tokens before, tokens after, first row; and block tables, padded."""
+    """Per span: tokens of the pass, tokens before, tokens after; and block tables, padded."""
 
     counts: Ints
     starts: Ints
     lengths: Ints
-    rows: Ints
     tables: Ints
 
 
 def build_batch(spans: list[Span], layout: CacheLayout) -> Batch:
-    """Tensors for a pass over the spans, in their order; at least one span."""
+    """Tensors for a pass over at least one span.
+
+    Rows are ordered so that each attention group's are neighbours; `sample_rows` follows the order of the spans.
+    """
     counts = np.array([span.count for span in spans], dtype=np.int64)
     starts = np.array([span.start for span in spans], dtype=np.int64)
+    members = _partition(counts, starts + counts)
+    order = np.concatenate(members)
+    counts, starts = counts[order], starts[order]
+    ordered = [spans[index] for index in order]
+    shape = _Shape(counts, starts, starts + counts, _tables(ordered, starts + counts, layout))
     rows = np.cumsum(counts) - counts
-    shape = _Shape(counts, starts, starts + counts, rows, _tables(spans, starts + counts, layout))
     tokens: list[int] = []
-    for span in spans:
+    for span in ordered:
         tokens += span.sequence.tokens[span.start : span.start + span.count]
     positions = np.arange(len(tokens), dtype=np.int64) + np.repeat(starts - rows, counts)
     blocks = shape.tables[np.repeat(np.arange(len(spans)), counts), positions // layout.block_size]
     slots = blocks * layout.block_size + positions % layout.block_size
-    groups = [_group(members, shape, layout) for members in _partition(shape)]
-    samples = [int(rows[index] + span.count - 1) for index, span in enumerate(spans) if span.sample]
-    wanted = None if len(samples) == len(tokens) else _to(np.array(samples, dtype=np.int64), layout)
     return Batch(
+        order=order.tolist(),
         tokens=_to(np.array(tokens, dtype=np.int64), layout),
         positions=_to(positions, layout),
-        attention=AttentionBatch(_to(slots, layout), groups),
-        sample_rows=wanted,
+        attention=AttentionBatch(_to(slots, layout), _groups([len(group) for group in members], shape, layout)),
+        sample_rows=_sample_rows(spans, order, rows + counts - 1, len(tokens), layout),
     )
+
+
+def _sample_rows(
+    spans: list[Span], order: Ints, last_rows: Ints, tokens: int, layout: CacheLayout
+) -> torch.Tensor | None:
+    last_of_span = np.empty_like(last_rows)
+    last_of_span[order] = last_rows
+    rows = last_of_span[[span.sample for span in spans]]
+    if len(rows) == tokens and bool((np.diff(rows) == 1).all()):
+        return None
+    return _to(rows, layout)
 
 
 def _tables(spans: list[Span], lengths: Ints, layout: CacheLayout) -> Ints:
@@ -88,45 +106,55 @@ def _tables(spans: list[Span], lengths: Ints, layout: CacheLayout) -> Ints:
     return tables
 
 
-def _partition(shape: _Shape) -> list[Ints]:
-    """Span indices by group, in order: decodes apart from chunks, and sizes apart where padding would cost more."""
+def _partition(counts: Ints, lengths: Ints) -> list[Ints]:
+    """Span indices by group: decodes apart from chunks, and sizes apart where padding would cost more than calls."""
     groups: list[Ints] = []
-    for members in (np.flatnonzero(shape.counts == 1), np.flatnonzero(shape.counts > 1)):
+    for members in (np.flatnonzero(counts == 1), np.flatnonzero(counts > 1)):
         if len(members):
-            area = shape.counts[members] * shape.lengths[members]
-            groups += _split(members[np.argsort(-area, kind="stable")], shape)
+            area = counts[members] * lengths[members]
+            groups += _split(members[np.argsort(-area, kind="stable")], counts, lengths)
     return [np.sort(group) for group in groups]
 
 
-def _split(members: Ints, shape: _Shape) -> list[Ints]:
-    """Cut a list that descends in area where that saves most, again and again."""
-    # Padded area per span of the part from each index on; the first is that of the whole.
-    queries = np.maximum.accumulate(shape.counts[members][::-1])[::-1]
-    keys = np.maximum.accumulate(shape.lengths[members][::-1])[::-1]
+def _split(members: Ints, counts: Ints, lengths: Ints) -> list[Ints]:
+    """Cut a list that descends in area where that saves most padding, again and again."""
+    # What each span from an index on takes if a group begins there; the first is that of the whole list.
+    queries = np.maximum.accumulate(counts[members][::-1])[::-1]
+    keys = np.maximum.accumulate(lengths[members][::-1])[::-1]
     area = queries * keys
     saved = np.arange(len(members), 0, -1) * (area[0] - area)
     cut = int(saved.argmax())
     if saved[cut] <= GROUP_COST:
         return [members]
-    return _split(members[:cut], shape) + _split(members[cut:], shape)
+    return _split(members[:cut], counts, lengths) + _split(members[cut:], counts, lengths)
 
 
-def _group(members: Ints, shape: _Shape, layout: CacheLayout) -> AttentionGroup:
-    counts, lengths, rows = shape.counts[members], shape.lengths[members], shape.rows[members]
-    batch, queries, keys = len(members), int(counts.max()), int(lengths.max())
+def _groups(sizes: list[int], shape: _Shape, layout: CacheLayout) -> list[AttentionGroup]:
+    groups: list[AttentionGroup] = []
+    first = 0
+    for size in sizes:
+        groups.append(_group(slice(first, first + size), shape, layout))
+        first += size
+    return groups
+
+
+def _group(members: slice, shape: _Shape, layout: CacheLayout) -> AttentionGroup:
+    counts, lengths = shape.counts[members], shape.lengths[members]
+    batch, queries, keys = len(counts), int(counts.max()), int(lengths.max())
     blocks = shape.tables[members, : -(-keys // layout.block_size)]
-    group = AttentionGroup(
-        batch=batch, queries=queries, blocks=_to(blocks.reshape(-1), layout), keys=keys, start=int(rows[0])
-    )
-    padded = bool((counts != queries).any())
     offsets = np.minimum(np.arange(queries), counts[:, None] - 1)  # [batch, queries], padding repeats the last row
-    if padded or bool((np.diff(rows) != queries).any()):
-        grid = rows[:, None] + offsets
-        real = np.arange(queries) < counts[:, None]
-        group.gather = _to(grid.reshape(-1), layout)
-        group.rows = _to(grid[real], layout)
-        group.scatter = _to(np.flatnonzero(real), layout) if padded else None
-    group.mask = _mask(shape.starts[members, None] + offsets + 1, keys, layout)
+    group = AttentionGroup(
+        batch=batch,
+        queries=queries,
+        rows=int(counts.sum()),
+        blocks=_to(blocks.reshape(-1), layout),
+        keys=keys,
+        mask=_mask(shape.starts[members, None] + offsets + 1, keys, layout),
+    )
+    if group.rows != batch * queries:
+        first_rows = np.cumsum(counts) - counts
+        group.pad = _to((first_rows[:, None] + offsets).reshape(-1), layout)
+        group.unpad = _to(np.flatnonzero(np.arange(queries) < counts[:, None]), layout)
     return group
 
 

@@ -9,33 +9,29 @@ import torch
 
 @dataclass(slots=True)
 class AttentionGroup:
-    """Sequences of similar length that one call attends for, padded to a common shape.
+    """Sequences of similar size that one call attends for, padded to a common shape.
 
     Attributes:
         batch: sequences.
         queries: most query tokens of a sequence.
+        rows: query tokens of all its sequences; the groups' rows follow each other in the batch.
         blocks: [batch * blocks_each] int64, block tables end to end, padded with the cache's null block.
+        keys: most keys of a sequence.
         mask: added to the scores, -inf where a query may not look. Decode groups (`queries` is 1): [batch, 1, 1,
             keys]. Others: [batch * kv_heads, 1, queries, keys], or [1, 1, queries, keys] for a batch of 1. None where
             everything may be seen.
-        keys: keys that are attended to: `blocks_each * block_size`, or fewer.
-        gather: [batch * queries] int64, the row of each padded query; None where the group's rows are the rows
-            `start` to `start + batch * queries` in order.
-        scatter: [rows of the group] int64 positions in the padded queries, in the order of `rows`; None without
-            padding.
-        rows: [rows of the group] int64, where results go; None with `gather` None.
-        start: first row, where rows are in order.
+        pad: [batch * queries] int64, the group's row for each padded query; None where nothing is padded.
+        unpad: [rows] int64, the padded query of each row.
     """
 
     batch: int
     queries: int
+    rows: int
     blocks: torch.Tensor
     keys: int
     mask: torch.Tensor | None = None
-    gather: torch.Tensor | None = None
-    scatter: torch.Tensor | None = None
-    rows: torch.Tensor | None = None
-    start: int = 0
+    pad: torch.Tensor | None = None
+    unpad: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -44,7 +40,7 @@ class AttentionBatch:
 
     Attributes:
         slot_mapping: [tokens] int64, where the KV cache takes each token.
-        groups: a partition of the batch's rows.
+        groups: in the order of their rows; together all rows.
     """
 
     slot_mapping: torch.Tensor

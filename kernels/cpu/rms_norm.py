@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from kernels.ops import register
@@ -13,7 +15,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     y = x if residual is None else residual.add_(x)
     wide = y.float()
     norm = torch.linalg.vector_norm(wide, 2, -1, True)
-    scale = norm.square_().mul_(1.0 / wide.shape[-1]).add_(eps).rsqrt_()
+    scale = torch.addcmul(_scalar(eps), norm, norm, value=1.0 / wide.shape[-1]).rsqrt_()
     if wide is y:
         return torch.mul(wide, scale).mul_(weight)
     return wide.mul_(scale).mul_(weight).to(x.dtype)
+
+
+@lru_cache(maxsize=16)
+def _scalar(value: float) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(value)

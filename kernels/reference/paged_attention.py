@@ -22,22 +22,22 @@ def paged_attention(query: torch.Tensor, cache: torch.Tensor, batch: AttentionBa
     Returns:
         [tokens, heads * head_dim].
     """
-    tokens = query.shape[0]
-    if len(batch.groups) == 1 and batch.groups[0].gather is None:
-        return _attend(query, cache, batch.groups[0], scale).reshape(tokens, -1)
-    out = query.new_empty(tokens, query.shape[1] * query.shape[2])
+    if len(batch.groups) == 1:
+        return _attend_rows(query, cache, batch.groups[0], scale)
+    parts: list[torch.Tensor] = []
+    first = 0
     for group in batch.groups:
-        if group.gather is None:
-            rows = group.batch * group.queries
-            result = _attend(query.narrow(0, group.start, rows), cache, group, scale)
-            out.narrow(0, group.start, rows).copy_(result.reshape(rows, -1))
-        else:
-            padded = _attend(query.index_select(0, group.gather), cache, group, scale)
-            result = padded.reshape(len(group.gather), -1)
-            if group.scatter is not None:
-                result = result.index_select(0, group.scatter)
-            out.index_copy_(0, group.rows, result)
-    return out
+        parts.append(_attend_rows(query.narrow(0, first, group.rows), cache, group, scale))
+        first += group.rows
+    return torch.cat(parts)
+
+
+def _attend_rows(query: torch.Tensor, cache: torch.Tensor, group: AttentionGroup, scale: float) -> torch.Tensor:
+    """[rows, heads, head_dim] -> [rows, heads * head_dim]."""
+    if group.pad is None or group.unpad is None:
+        return _attend(query, cache, group, scale).reshape(group.rows, -1)
+    padded = _attend(query.index_select(0, group.pad), cache, group, scale)
+    return padded.reshape(len(group.pad), -1).index_select(0, group.unpad)
 
 
 def _attend(query: torch.Tensor, cache: torch.Tensor, group: AttentionGroup, scale: float) -> torch.Tensor:

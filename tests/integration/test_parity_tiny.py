@@ -84,8 +84,9 @@ def paged_logits(model: CausalLM, prompts: list[list[int]], cuts: list[list[int]
                 owners.append(i)
         batch = build_batch(spans, layout)
         logits = model.logits(model.forward(batch.tokens, batch.positions, cache, batch.attention))
-        for i, part in zip(owners, logits.split([span.count for span in spans]), strict=True):
-            found[i].append(part)
+        parts = logits.split([spans[index].count for index in batch.order])
+        for index, part in zip(batch.order, parts, strict=True):
+            found[owners[index]].append(part)
     return [torch.cat(parts).float() for parts in found]
 
 

@@ -11,7 +11,6 @@ import torch
 from engine.batch import CacheLayout, build_batch
 from engine.plan import Span
 from engine.sequence import Sequence
-from kernels.attention import AttentionBatch
 from kernels.ops import ops_for
 from shared.sampling import SamplingParams
 
@@ -86,6 +85,7 @@ def test_attention_of_a_mixed_batch(name: str, heads: int, kv_heads: int, dtype:
     fused = torch.randn(tokens, heads + 2, DIM).to(dtype)
     query = fused.narrow(1, 0, heads)
     batch = build_batch(spans, pool.layout)
+    spans = [spans[index] for index in batch.order]
     actual = ops_for("cpu").paged_attention(query, pool.cache, batch.attention, DIM**-0.5)
     expected = naive(pool, spans, query, DIM**-0.5)
     assert actual.shape == (tokens, heads * DIM)
@@ -102,6 +102,7 @@ def test_random_batches_over_random_block_sizes(seed: int) -> None:
     spans += [pool.span(rng.randrange(30), rng.randrange(1, 20)) for _ in range(rng.randrange(1, 4))]
     query = torch.randn(sum(span.count for span in spans), kv_heads * per_head, DIM)
     batch = build_batch(spans, pool.layout)
+    spans = [spans[index] for index in batch.order]
     actual = ops_for("cpu").paged_attention(query, pool.cache, batch.attention, 0.3)
     assert torch.allclose(actual.double(), naive(pool, spans, query, 0.3), atol=1e-5)
 
@@ -133,16 +134,16 @@ def test_unwritten_slots_never_matter() -> None:
 def test_write_kv_fills_exactly_the_mapped_slots() -> None:
     pool = Pool(random.Random(4), 4, 2, torch.float32, 20)
     spans = [pool.span(3, 1), pool.span(0, 6), pool.span(7, 3)]
-    batch: AttentionBatch = build_batch(spans, pool.layout).attention
+    batch = build_batch(spans, pool.layout)
     expected = pool.cache.clone()
     fused = torch.randn(10, 3 * 2 * DIM)
     kv = fused.narrow(1, 2 * DIM, 4 * DIM)
     row = 0
-    for span in spans:
+    for span in (spans[index] for index in batch.order):
         for position in range(span.start, span.start + span.count):
             expected[span.sequence.block_table[position // 4], position % 4] = kv[row].view(2, 2, DIM)
             row += 1
-    ops_for("cpu").write_kv(kv, pool.cache, batch.slot_mapping)
+    ops_for("cpu").write_kv(kv, pool.cache, batch.attention.slot_mapping)
     assert torch.equal(pool.cache, expected)
 
 
