@@ -130,8 +130,8 @@ async def test_cancel_while_queued_and_while_running(redis_url: str) -> None:
 async def test_cancel_with_one_choice_already_ended(valkey_url: str) -> None:
     async with harness(valkey_url) as h:
         await h.worker()
-        # Seed and stop are such that the choices end far apart.
-        envelope = job(1, n=2, stop=["the"], max_tokens=3000)
+        # Seed and stop are such that one choice ends with its first token and the other after hundreds.
+        envelope = job(22, n=2, stop=[" motor"], max_tokens=3000)
         lengths = [len(choice.token_ids) for choice in expected(envelope)]
         early = lengths.index(min(lengths))
         follower = await h.submit(envelope)
