@@ -58,6 +58,11 @@ class Track:
         self._queue.append(data)
         self._wake()
 
+    @property
+    def waiting(self) -> int:
+        """Frames in the queue."""
+        return len(self._queue)
+
     def look(self) -> None:
         """The log may have more: read it."""
         self.needs_log = True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -23,7 +25,7 @@ from gateway.schemas import (
     parse,
 )
 from gateway.services import Services, body_of, caller_of, services_of
-from shared.errors import InvalidRequestError, JobNotFoundError, UnsupportedParameterError
+from shared.errors import InvalidRequestError, JobNotFoundError, RopewayError, UnsupportedParameterError
 from shared.jobs import JobView, Lifetime
 from shared.protocol import FINAL_STATUSES
 
@@ -41,13 +43,14 @@ async def submit_job(request: Request) -> Response:
     """Queue a chat or completion. It goes on whoever is connected; its id finds it on any gateway."""
     services, order = services_of(request), await body_of(request, JobRequest)
     check_metadata(order.metadata)
-    body = _inner(order)
-    options = JobOptions(
-        job_class=order.job_class or body.job_class,
-        flush_ms=_flush_ms(services, order, body),
-        metadata=order.metadata if order.metadata is not None else body.metadata or {},
-    )
-    prepared = await services.preparer.prepare(body, caller_of(request), options, single=True)
+    with _inside_body():
+        body = _inner(order)
+        options = JobOptions(
+            job_class=order.job_class or body.job_class,
+            flush_ms=_flush_ms(services, order, body),
+            metadata=order.metadata if order.metadata is not None else body.metadata or {},
+        )
+        prepared = await services.preparer.prepare(body, caller_of(request), options, single=True)
     settings = services.settings
     deadline_s = settings.deadline_s if order.deadline_s is None else order.deadline_s
     await services.submitter.submit(prepared.envelopes, Lifetime(deadline_s, settings.max_run_s, settings.retention_s))
@@ -96,21 +99,28 @@ async def cancel_job(request: Request, job_id: str) -> Response:
 
 
 def _inner(order: JobRequest) -> GenerationRequest:
-    """The body of the endpoint, with parameters named as inside of it.
+    """The body of the endpoint.
 
     Raises:
-        InvalidRequestError: as of the endpoint; `param` begins with `body.`.
+        InvalidRequestError: as of the endpoint.
     """
-    try:
-        if order.kind == "chat":
-            return parse(ChatCompletionRequest, order.body)
-        body = parse(CompletionRequest, order.body)
-    except InvalidRequestError as error:
-        param = None if error.param is None else f"body.{error.param}"
-        raise type(error)(error.message, param=param, code=error.error_code) from None
+    if order.kind == "chat":
+        return parse(ChatCompletionRequest, order.body)
+    body = parse(CompletionRequest, order.body)
     if body.echo:
-        raise UnsupportedParameterError("body.echo: a job does not support it", param="body.echo")
+        raise UnsupportedParameterError("echo: a job does not support it", param="echo")
     return body
+
+
+@contextmanager
+def _inside_body() -> Iterator[None]:
+    """Parameters of the endpoint's body are named as inside of it."""
+    try:
+        yield
+    except RopewayError as error:
+        if error.param is None:
+            raise
+        raise type(error)(error.message, param=f"body.{error.param}", code=error.error_code) from None
 
 
 def _flush_ms(services: Services, order: JobRequest, body: GenerationRequest) -> int:
