@@ -10,8 +10,8 @@ from rich.console import Console
 #: Exit code for wrong options and settings, as of click and argparse.
 EXIT_USAGE = 2
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+out = Console(highlight=False, emoji=False)
+err = Console(stderr=True, highlight=False, emoji=False)
 
 
 def fail(message: str, code: int = 1) -> NoReturn:

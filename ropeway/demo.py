@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import httpx
+from rich.markup import escape
 from rich.table import Table
 
 from ropeway.client import APIError, AsyncClient, Job
@@ -54,8 +55,8 @@ async def _ask(layout: Layout, question: Question) -> None:
     ready_s = time.monotonic() - started
     async with layout.client() as client:
         model = (await client.models())[0]
-        out.print(f"[bold]{model}[/], ready after {ready_s:.1f} s\n")
-        out.print(f"[bold cyan]Prompt[/]  {question.prompt}", soft_wrap=True)
+        out.print(f"[bold]{escape(model)}[/], ready after {ready_s:.1f} s\n")
+        out.print(f"[bold cyan]Prompt[/]  {escape(question.prompt)}", soft_wrap=True)
         out.print("[bold cyan]Answer[/]  ", end="")
         job = await _stream(client, model, question)
     out.print(_table(job))
@@ -65,7 +66,7 @@ async def _stream(client: AsyncClient, model: str, question: Question) -> Job:
     """Print the answer as it comes; answers the ended job."""
     job = await client.submit(question.prompt, model=model, max_tokens=question.max_tokens, temperature=0.0)
     async for event in client.events(job.id):
-        out.print(event.text(), end="", markup=False, soft_wrap=True)
+        out.out(event.text(), end="", highlight=False)
         out.file.flush()
     out.print("\n")
     job = await client.wait(job.id, timeout=10.0)

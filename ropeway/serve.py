@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 import httpx
+from rich.markup import escape
 
 from ropeway.client import APIError, AsyncClient
 from ropeway.console import err, fail, out
@@ -113,7 +114,9 @@ async def _announce(layout: Layout, supervisor: Supervisor, embedded: EmbeddedRe
     supervisor.mark_ready()
     model = await _first_model(layout)
     where = f"in {embedded.data_dir}" if embedded is not None else f"in {mask(layout.gateway.redis_url)}"
-    out.print(f"\nRopeway serves [bold]{model}[/] on [bold]{layout.url}[/] (jobs {where})\n", soft_wrap=True)
+    out.print(
+        f"\nRopeway serves [bold]{escape(model)}[/] on [bold]{layout.url}[/] (jobs {escape(where)})\n", soft_wrap=True
+    )
     out.print(_example(layout, model), markup=False, soft_wrap=True)
     out.file.flush()
     await asyncio.Event().wait()

@@ -69,7 +69,7 @@ def _follow(client: Client, job: Job, order: Order) -> Job:
         if order.as_json:
             _print(json.dumps(event.data))
         else:
-            out.print(event.text(), end="", markup=False, soft_wrap=True)
+            out.out(event.text(), end="", highlight=False)
             out.file.flush()
     if not order.as_json:
         _print("")

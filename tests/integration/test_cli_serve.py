@@ -209,11 +209,11 @@ async def test_the_async_client_does_the_same(serve: Serve) -> None:
 
 
 def test_the_examples_run(serve: Serve) -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "openai_client.py"), serve.url], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "error:   top_p" in done.stdout
+    for name, said in (("openai_client.py", "error:   top_p"), ("ropeway_client.py", "completed: sim.")):
+        command = [sys.executable, str(EXAMPLES / name), serve.url]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert said in done.stdout
     if shutil.which("curl") is not None:
         ropeway = str(Path(sys.executable).with_name("ropeway"))
         command = [str(EXAMPLES / "resume_stream.sh"), serve.url]
@@ -306,10 +306,24 @@ def test_a_part_that_cannot_start_ends_the_whole(start: Callable[..., Serve]) ->
 def test_demo_shows_answer_and_figures_and_leaves_nothing() -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     done = cli(
-        "demo", "--engine", "sim", "--prompt", "Why?", "--max-tokens", "20", ROPEWAY_REDIS_URL="redis://127.0.0.1:9"
+        "demo",
+        "--engine",
+        "sim",
+        "--prompt",
+        "Why [/b] :cat:?",
+        "--max-tokens",
+        "20",
+        ROPEWAY_REDIS_URL="redis://127.0.0.1:9",
     )
     assert done.returncode == 0, done.stderr
-    for word in ("Why?", "completed", "queue time", "time to first token", "tokens per second", "prompt tokens"):
+    for word in (
+        "Why [/b] :cat:?",
+        "completed",
+        "queue time",
+        "time to first token",
+        "tokens per second",
+        "prompt tokens",
+    ):
         assert word in done.stdout
     blocks = re.search(r"KV blocks used\W+(\d+)", done.stdout)
     assert blocks is not None and int(blocks.group(1)) > 0
