@@ -1,0 +1,115 @@
+"""The whole system as real processes: a Redis server, gateways and workers, on free ports."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+
+from tests.support.redis_server import RedisServer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def free_port() -> int:
+    """A port that nothing listened on a moment ago."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class Process:
+    """A child with its log in a file."""
+
+    def __init__(self, name: str, args: list[str], env: dict[str, str]) -> None:
+        self.name = name
+        self.log = Path(tempfile.mkdtemp(prefix=f"rw-{name}-")) / "log"
+        with self.log.open("wb") as out:
+            self.popen = subprocess.Popen(args, cwd=ROOT, env={**os.environ, **env}, stdout=out, stderr=out)
+
+    def stop(self, how: int = signal.SIGTERM, timeout: float = 30) -> int:
+        """Signal it and wait; the exit code."""
+        if self.popen.poll() is None:
+            self.popen.send_signal(how)
+        try:
+            return self.popen.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.wait()
+            raise
+
+    def text(self) -> str:
+        """What it has logged so far."""
+        return self.log.read_text(errors="replace")
+
+
+class Stack:
+    """One Redis, any number of gateways and workers. Use as a context manager."""
+
+    def __init__(self, *, redis_kind: str = "valkey", appendonly: bool = False, **worker: object) -> None:
+        self.redis = RedisServer(redis_kind, appendonly=appendonly)
+        self.worker_settings = {k: str(v) for k, v in worker.items()}
+        self.processes: list[Process] = []
+        self.gateway_port = free_port()
+
+    @property
+    def url(self) -> str:
+        """Base URL of the first gateway."""
+        return f"http://127.0.0.1:{self.gateway_port}"
+
+    def __enter__(self) -> Stack:
+        self.redis.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process in reversed(self.processes):
+            if process.popen.poll() is None:
+                process.popen.kill()
+                process.popen.wait()
+        self.redis.close()
+
+    def start_gateway(self, port: int | None = None, **settings: object) -> Process:
+        """Start a gateway, on the stack's own port by default."""
+        env = self._env(settings | {"port": port or self.gateway_port})
+        process = Process("gateway", [sys.executable, "-m", "gateway"], env)
+        self.processes.append(process)
+        return process
+
+    def start_worker(self, **settings: object) -> tuple[Process, int]:
+        """Start a worker; answers it and the port of its /health."""
+        port = free_port()
+        env = self._env(self.worker_settings | settings | {"health_port": port})
+        process = Process("worker", [sys.executable, "-m", "worker"], env)
+        self.processes.append(process)
+        return process, port
+
+    def wait_ready(self, timeout: float = 120) -> None:
+        """Until the gateway answers /ready.
+
+        Raises:
+            RuntimeError: a process ended, or time is up; the message holds the ends of the logs.
+        """
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            try:
+                if httpx.get(f"{self.url}/ready", timeout=2).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            dead = [p for p in self.processes if p.popen.poll() is not None]
+            if dead:
+                raise RuntimeError("\n".join(f"{p.name} ended\n{p.text()[-3000:]}" for p in dead))
+            time.sleep(0.1)
+        raise RuntimeError("\n".join(f"{p.name}:\n{p.text()[-2000:]}" for p in self.processes))
+
+    def _env(self, settings: dict[str, object]) -> dict[str, str]:
+        env = {f"ROPEWAY_{k.upper()}": v if isinstance(v, str) else json.dumps(v) for k, v in settings.items()}
+        return {"ROPEWAY_REDIS_URL": self.redis.url, **env}
