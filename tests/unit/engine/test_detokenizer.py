@@ -30,16 +30,17 @@ def metaspace() -> Tokenizer:
     return tokenizer
 
 
-def nested_byte_level() -> Tokenizer:
+def nested_byte_level(*more: decoders.Decoder) -> Tokenizer:
     """The decoder inside of a sequence, as some exporters write it."""
     tokenizer = tiny.byte_level()
-    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel()])
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), *more])
     return tokenizer
 
 
 TOKENIZERS = {
     "byte level": BYTE_LEVEL,
     "nested byte level": nested_byte_level(),
+    "byte level and more": nested_byte_level(decoders.Fuse()),
     "sentencepiece": SENTENCEPIECE,
     "word piece": word_piece(),
     "metaspace": metaspace(),
@@ -71,7 +72,8 @@ def test_pieces_hold_whole_characters_only(text: str, cut: int) -> None:
 
 
 def test_an_emoji_of_four_tokens_appears_at_once() -> None:
-    assert pieces(DETOKENIZERS["byte level"], tiny.spell("\U0001f600")) == ["", "", "", "\U0001f600", ""]
+    for name in ("byte level", "nested byte level", "byte level and more"):
+        assert pieces(DETOKENIZERS[name], tiny.spell("\U0001f600")) == ["", "", "", "\U0001f600", ""]
     spelled = [SENTENCEPIECE.token_to_id(f"<0x{byte:02X}>") for byte in "\U0001f600".encode()]
     end = SENTENCEPIECE.token_to_id("s")
     assert pieces(DETOKENIZERS["sentencepiece"], [*spelled, end]) == ["", "", "", "", "\U0001f600s", ""]

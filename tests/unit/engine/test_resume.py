@@ -95,6 +95,15 @@ def test_resumed_tokens_are_output_and_the_prompt_is_unchanged() -> None:
     assert (done.last.usage.prompt_tokens, done.last.usage.completion_tokens) == (5, 6)
 
 
+def test_cached_tokens_are_of_the_prompt_also_where_output_is_cached() -> None:
+    engine = make_engine(FakeRunner(next_token=scripted([65] * 99)))
+    run_one(engine, request(prompt=[1] * 9, max_tokens=20))
+    engine.add(request(prompt=[1] * 9, max_tokens=20, resume=[ResumedChoice(0, [65] * 15, "b" * 15)]))
+    [output] = engine.step()
+    assert engine.stats().prefix_hit_tokens == 20
+    assert output.usage.cached_tokens == 9
+
+
 @pytest.mark.parametrize(
     ("ids", "text", "fields", "rest", "reason", "stop"),
     [
