@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.loading.checkpoint import Checkpoint, content_digest
+from engine.loading.checkpoint import Checkpoint, TokenizerBundle, content_digest
 from engine.loading.gguf import GGUFFile
 from engine.loading.safetensors import load_tensors, weight_files
 from engine.loading.tokenizer import from_folder, from_gguf, read_json
@@ -97,6 +97,19 @@ def load(model: str, cache_dir: Path | None = None) -> Checkpoint:
     """
     source, cache = resolve(model), cache_dir or default_cache_dir()
     return _load_gguf(source, cache) if source.path.is_file() else _load_folder(source, cache)
+
+
+def load_tokenizer(model: str, cache_dir: Path | None = None) -> TokenizerBundle:
+    """Resolve a model and read its tokenizer alone.
+
+    Raises:
+        ValueError: as `load`.
+    """
+    source, cache = resolve(model), cache_dir or default_cache_dir()
+    if source.path.is_file():
+        return from_gguf(GGUFFile(source.path), cache)
+    config, generation = read_json(source.path / "config.json"), read_json(source.path / "generation_config.json")
+    return from_folder(source.path, config, generation)
 
 
 def _load_gguf(source: ModelSource, cache: Path) -> Checkpoint:
