@@ -81,9 +81,9 @@ class JobOptions:
 def fit(request: GenerationRequest, params: SamplingParams, prompt: list[int], pool: Pool) -> tuple[list[int], int]:
     """The prompt, cut if asked to be, and the `max_tokens` of its job.
 
-    The rule: the prompt must leave room for one token, and prompt plus `max_tokens` must fit in the context and in
-    the KV cache of one worker. Nothing is clamped that the client asked for. Without `max_tokens` a chat gets what is
-    left, shared by its choices where the cache is the limit, and a completion at most 16 of that.
+    The rule: the prompt must leave room for one token; prompt plus `max_tokens` must fit in the context, and that times
+    `n` in the KV cache of one worker, since a job is taken as a whole. Nothing is clamped that the client asked for.
+    Without `max_tokens` a chat gets what is left, and a completion at most 16 of that.
 
     Raises:
         ContextLengthExceededError: it does not fit; the message has the numbers.
@@ -98,8 +98,12 @@ def fit(request: GenerationRequest, params: SamplingParams, prompt: list[int], p
             param=param,
         )
     room = limit - len(prompt)
+    if params.n > 1 and pool.kv_tokens:
+        _check_choices_fit(params, len(prompt), pool.kv_tokens)
+        if params.max_tokens is None:
+            room = min(room, pool.kv_tokens // params.n - len(prompt))
     if params.max_tokens is None:
-        return prompt, _default_tokens(request, params, len(prompt), room, pool)
+        return prompt, _default_tokens(request, params, len(prompt), room)
     if params.max_tokens > room:
         raise ContextLengthExceededError(
             f"max_tokens: the prompt has {len(prompt)} tokens and {params.max_tokens} are asked for, "
@@ -109,12 +113,19 @@ def fit(request: GenerationRequest, params: SamplingParams, prompt: list[int], p
     return prompt, params.max_tokens
 
 
-def _default_tokens(request: GenerationRequest, params: SamplingParams, prompt: int, room: int, pool: Pool) -> int:
-    most = room
-    if isinstance(request, CompletionRequest):
-        most = min(room, DEFAULT_COMPLETION_TOKENS)
-    elif params.n > 1 and pool.kv_tokens:
-        most = max(1, min(room, pool.kv_tokens // params.n - prompt))
+def _check_choices_fit(params: SamplingParams, prompt: int, kv_tokens: int) -> None:
+    """Refuse a job that no worker could ever hold as a whole: it would wait in front of others until its deadline."""
+    together = (prompt + (params.max_tokens or 1)) * params.n
+    if together > kv_tokens:
+        raise ContextLengthExceededError(
+            f"n: {params.n} choices of {prompt} prompt tokens and {params.max_tokens or 1} more are {together} tokens; "
+            f"the KV cache of this model holds {kv_tokens}",
+            param="n",
+        )
+
+
+def _default_tokens(request: GenerationRequest, params: SamplingParams, prompt: int, room: int) -> int:
+    most = min(room, DEFAULT_COMPLETION_TOKENS) if isinstance(request, CompletionRequest) else room
     if params.min_tokens > most:
         if params.min_tokens > room:
             raise ContextLengthExceededError(

@@ -77,8 +77,19 @@ def test_max_tokens_by_default(tokenizer: PromptEncoder) -> None:
     assert fitted(completion(min_tokens=50), 100, pool) == 50
     with pytest.raises(ContextLengthExceededError):
         fitted(completion(min_tokens=50), 500, pool)
-    # Choices share the cache: by default a job fits into it as a whole.
-    assert fitted(chat(n=4), 100, Pool(card(kv_tokens=800), tokenizer)) == 100
+
+
+def test_choices_share_the_cache(tokenizer: PromptEncoder) -> None:
+    """A worker takes a job as a whole, so all its choices fit together or it is refused."""
+    pool = Pool(card(kv_tokens=800), tokenizer)
+    assert fitted(chat(n=4), 100, pool) == 100
+    assert fitted(chat(n=2), 100, pool) == 300
+    assert fitted(chat(n=4, max_tokens=100), 100, pool) == 100
+    for request, prompt in ((chat(n=4, max_tokens=101), 100), (chat(n=4), 200), (completion(n=128), 10)):
+        with pytest.raises(ContextLengthExceededError, match="holds 800") as caught:
+            fitted(request, prompt, pool)
+        assert caught.value.param == "n"
+    assert fitted(chat(n=4, max_tokens=300), 100, Pool(card(kv_tokens=0), tokenizer)) == 300
 
 
 @pytest.mark.parametrize("keep", [10, -1])
