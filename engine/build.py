@@ -42,6 +42,7 @@ def build_engine(config: EngineConfig) -> Engine:
     max_model_len = _context(config, model_config)
     ops = ops_for(device.type)
     model = model_class(model_config.architecture)(model_config, checkpoint.tensors, ops, device, dtype, max_model_len)
+    _warn_unused(checkpoint)
     num_blocks = _count_blocks(config, model, max_model_len)
     runner = _runner(model, checkpoint, ops, num_blocks, config.block_size)
     scheduler = SchedulerConfig(
@@ -97,6 +98,14 @@ def _context(config: EngineConfig, model: ModelConfig) -> int:
             raise ValueError(f"max_model_len {length} is more than the sliding window of {model.sliding_window}")
         length = model.sliding_window
     return length
+
+
+def _warn_unused(checkpoint: Checkpoint) -> None:
+    """Tensors that the model did not take: its answers may be wrong for such a checkpoint."""
+    harmless = ("lm_head.weight", "rotary_emb.inv_freq")  # a tied head that was saved too; a table that is computed
+    unused = sorted(name for name in checkpoint.tensors if not name.endswith(harmless))
+    if unused:
+        logger.warning("%s: %d tensors are not used, such as %s", checkpoint.name, len(unused), unused[0])
 
 
 def _count_blocks(config: EngineConfig, model: CausalLM, max_model_len: int) -> int:

@@ -168,3 +168,14 @@ def test_a_cache_that_cannot_be_written_is_only_a_warning(tmp_path: Path, caplog
     write_atomically(written, "x")
     assert written.read_text() == "x"
     assert list(written.parent.iterdir()) == [written]
+
+
+def test_a_tokenizer_that_must_be_converted_is_converted_once(
+    gguf: GGUFFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = from_gguf(gguf, tmp_path).tokenizer.encode("A ropeway never stops.<|im_end|>").ids
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr("engine.loading.tokenizer._PRE_TOKENIZERS", {})
+    assert from_gguf(gguf, tmp_path).tokenizer.encode("A ropeway never stops.<|im_end|>").ids == expected
+    monkeypatch.setitem(sys.modules, "transformers", None)  # any import of it fails from here on
+    assert from_gguf(gguf, tmp_path).tokenizer.encode("A ropeway never stops.<|im_end|>").ids == expected

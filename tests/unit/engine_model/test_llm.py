@@ -1,0 +1,206 @@
+"""`LLM` and `build_engine` over a tiny model: call shapes, errors, and how settings become an engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.build import build_engine, choose_device, choose_dtype
+from engine.config import EngineConfig
+from engine.llm import LLM
+from shared.errors import ContextLengthExceededError, EngineError, InvalidRequestError
+from shared.sampling import SamplingParams
+from tests.support.tiny_llama import VOCAB, save_tiny_model
+
+TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llm") / "tiny"
+    save_tiny_model(path)
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w2", "chat_template": TEMPLATE}))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7], "temperature": 0.5, "top_k": 9}))
+    return path
+
+
+def make(folder: Path, **options: Any) -> LLM:
+    settings: dict[str, Any] = {"dtype": "float32", "num_blocks": 32, "block_size": 4, "cache_dir": folder / "cache"}
+    return LLM(str(folder), **(settings | options))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return make(folder)
+
+
+def test_prompts_as_text_as_ids_one_or_several(llm: LLM) -> None:
+    (text,) = llm.generate("w5 w6 w11", GREEDY, use_tqdm=False)
+    (ids,) = llm.generate({"prompt_token_ids": [5, 6, 11]}, GREEDY, use_tqdm=False)
+    both = llm.generate(["w5 w6 w11", {"prompt": "w8"}], [GREEDY, SamplingParams(max_tokens=2, n=2)], use_tqdm=False)
+    assert text.prompt == "w5 w6 w11"
+    assert ids.prompt is None
+    assert text.prompt_token_ids == ids.prompt_token_ids == [5, 6, 11]
+    assert text.outputs[0].token_ids == ids.outputs[0].token_ids == both[0].outputs[0].token_ids
+    assert [choice.index for choice in both[1].outputs] == [0, 1]
+    assert len({output.request_id for output in (text, ids, *both)}) == 4
+    assert all(output.finished and output.error is None for output in both)
+    choice = text.outputs[0]
+    assert (len(choice.token_ids), choice.finish_reason, choice.stop_reason) == (6, "length", None)
+    assert (choice.logprobs, choice.cumulative_logprob) == (None, None)
+    metrics = text.metrics
+    assert metrics.first_token_time is not None
+    assert metrics.finished_time is not None
+    assert metrics.arrival_time <= metrics.first_token_time <= metrics.finished_time
+
+
+def test_logprobs_come_as_a_mapping_per_token_with_the_token_in_it(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=5, logprobs=2, ignore_eos=True)
+    (output,) = llm.generate("w5 w6", params, use_tqdm=False)
+    choice = output.outputs[0]
+    assert choice.logprobs is not None
+    assert len(choice.logprobs) == 5
+    own = [candidates[token] for candidates, token in zip(choice.logprobs, choice.token_ids, strict=True)]
+    assert choice.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in own))
+    assert own[0].decoded_token == llm.get_tokenizer().id_to_token(choice.token_ids[0])
+
+
+def test_chat_renders_the_template(llm: LLM) -> None:
+    messages = [{"role": "w3", "content": [{"type": "text", "text": "w4"}, {"type": "text", "text": "w5"}]}]
+    (one,) = llm.chat(messages, GREEDY, use_tqdm=False)
+    assert one.prompt_token_ids == [3, 4, 5, 9]
+    several = llm.chat([messages, [{"role": "w3", "content": None}]], GREEDY, use_tqdm=False)
+    assert [output.prompt_token_ids for output in several] == [[3, 4, 5, 9], [3, 9]]
+    with pytest.raises(InvalidRequestError) as caught:
+        llm.chat([{"role": "w3", "content": [{"type": "image_url"}]}], GREEDY)
+    assert caught.value.param == "messages"
+
+
+def test_default_params_are_the_generation_configs(llm: LLM) -> None:
+    params = llm.get_default_sampling_params()
+    assert (params.temperature, params.top_k, params.top_p) == (0.5, 9, 1.0)
+
+
+def test_a_refused_prompt_leaves_nothing_in_the_engine(llm: LLM) -> None:
+    with pytest.raises(ContextLengthExceededError):
+        llm.generate(["w5", {"prompt_token_ids": [1] * 300}], GREEDY, use_tqdm=False)
+    with pytest.raises(InvalidRequestError):
+        llm.generate({"prompt_token_ids": [VOCAB]}, GREEDY, use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="1 for 2 prompts"):
+        llm.generate(["w5", "w6"], [GREEDY], use_tqdm=False)
+    assert not llm._engine.has_work()
+    llm._engine.check()
+
+
+def test_a_request_that_fails_while_it_runs_has_its_error_and_others_go_on(llm: LLM) -> None:
+    nothing_left = SamplingParams(allowed_token_ids=[2], min_tokens=2, max_tokens=4)
+    bad, good = llm.generate(["w5", "w6"], [nothing_left, GREEDY], use_tqdm=False)
+    assert isinstance(bad.error, EngineError)
+    assert bad.outputs[0].finish_reason == "error"
+    assert good.error is None
+    assert len(good.outputs[0].token_ids) == 6
+
+
+def test_seeds_make_runs_repeatable(folder: Path) -> None:
+    params = SamplingParams(temperature=1.5, max_tokens=8, ignore_eos=True)
+
+    def texts(seed: int | None) -> list[list[int]]:
+        outputs = make(folder, seed=seed).generate(["w5", "w5"], params, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    first = texts(4)
+    assert texts(4) == first
+    assert first[0] != first[1]
+    assert params.seed is None
+
+
+def test_info_says_what_the_engine_is(folder: Path) -> None:
+    options: dict[str, Any] = {"dtype": "float32", "cache_dir": folder / "cache", "block_size": 4}
+    engine = build_engine(EngineConfig(str(folder), max_model_len=100, max_num_seqs=2, **options))
+    info = engine.info()
+    assert (info.name, info.max_model_len, info.vocab_size, info.dtype) == ("tiny", 100, VOCAB, "float32")
+    assert info.eos_token_ids == [2, 7]
+    assert info.kv_tokens == 200  # two full contexts, however much memory there is
+    assert info.sampling_defaults == {"temperature": 0.5, "top_k": 9.0}
+    named = build_engine(EngineConfig(str(folder), served_name="mine", num_blocks=7, **options)).info()
+    assert (named.name, named.kv_tokens) == ("mine", 28)
+    assert named.digest == info.digest
+    other = build_engine(EngineConfig(str(folder), num_blocks=7, **(options | {"dtype": "bfloat16"}))).info()
+    assert other.digest != info.digest
+
+
+def test_settings_that_do_not_fit_the_model_are_refused(folder: Path) -> None:
+    cache = folder / "cache"
+    with pytest.raises(ValueError, match="max_model_len 257 is more than the model's 256"):
+        build_engine(EngineConfig(str(folder), max_model_len=257, cache_dir=cache))
+    with pytest.raises(ValueError, match="a KV block takes"):
+        build_engine(EngineConfig(str(folder), block_size=16384, kv_cache_memory_mb=1, cache_dir=cache))
+    with pytest.raises(ValueError, match="float16 is for GPUs"):
+        build_engine(EngineConfig(str(folder), dtype="float16", device="cpu", cache_dir=cache))
+    with pytest.raises(ValueError, match="block_size must be"):
+        EngineConfig("x", block_size=0)
+
+
+def test_a_sliding_window_bounds_the_context(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "m", "mistral", sliding_window=64)
+    options: dict[str, Any] = {"dtype": "float32", "cache_dir": tmp_path}
+    assert build_engine(EngineConfig(str(tmp_path / "m"), **options)).info().max_model_len == 64
+    with pytest.raises(ValueError, match="sliding window of 64"):
+        build_engine(EngineConfig(str(tmp_path / "m"), max_model_len=65, **options))
+
+
+def test_tensors_that_the_model_does_not_take_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_tiny_model(tmp_path / "m", attention_bias=True)
+    build_engine(EngineConfig(str(tmp_path / "m"), dtype="float32", cache_dir=tmp_path))
+    assert not caplog.records
+    config = json.loads((tmp_path / "m" / "config.json").read_text()) | {"num_hidden_layers": 2}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    build_engine(EngineConfig(str(tmp_path / "m"), dtype="float32", cache_dir=tmp_path))
+    assert "tensors are not used, such as model.layers.2." in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["NoSuchForCausalLM"]}, "'NoSuchForCausalLM' is not served"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, "rope type 'spiral'"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0}}, "factor is missing"),
+        ({"intermediate_size": 81}, "has shape"),
+        ({"num_hidden_layers": 4}, "is missing"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(
+    folder: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in folder.iterdir():
+        if file.is_file():
+            (copy / file.name).write_bytes(file.read_bytes())
+    config = json.loads((copy / "config.json").read_text()) | change
+    config = {key: value for key, value in config.items() if value is not None}
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        build_engine(EngineConfig(str(copy), dtype="float32", cache_dir=tmp_path))
+
+
+def test_device_and_dtype_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert choose_dtype("bfloat16", cpu) is torch.bfloat16
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert choose_dtype("auto", cpu) is torch.float32
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    assert choose_dtype("auto", cpu) is torch.bfloat16
+    assert choose_dtype("auto", torch.device("cuda")) is torch.bfloat16
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == cpu
+    with pytest.raises(ValueError, match="no CUDA device"):
+        choose_device("cuda")
