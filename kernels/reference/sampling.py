@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
 from kernels.ops import register
 
@@ -20,6 +21,9 @@ _SHIFT = np.uint64(32)
 
 #: Candidates that are sorted for top-p before a row falls back to sorting the whole vocabulary.
 TOP_P_CANDIDATES = 256
+
+#: Tokens that a draw sums up before it looks at single ones.
+DRAW_RUN = 256
 
 
 def philox4x32(counter: npt.NDArray[np.uint32], key: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
@@ -167,9 +171,27 @@ def draw(logits: torch.Tensor, best: torch.Tensor, threshold: torch.Tensor, unif
         [rows] int64 token ids.
     """
     weight = (logits - best.unsqueeze(1)).exp_()
-    weight.masked_fill_(logits < threshold.unsqueeze(1), 0.0)
-    cumulative = weight.cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    # The product may round up to the total: stay below it, so that the search ends at a token with weight.
-    point = torch.minimum(uniform.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, point, right=True).squeeze(1)
+    if bool((threshold > float("-inf")).any()):
+        weight.masked_fill_(logits < threshold.unsqueeze(1), 0.0)
+    # Two levels: first the run of tokens, then the token in it. A running sum over the vocabulary would cost as much as
+    # all the rest.
+    runs = F.pad(weight, (0, -weight.shape[1] % DRAW_RUN)).view(weight.shape[0], -1, DRAW_RUN)
+    run, before = _search(runs.sum(-1).double(), uniform, None)
+    inside = runs.gather(1, run.view(-1, 1, 1).expand(-1, 1, DRAW_RUN)).squeeze(1).double()
+    token, _ = _search(inside, uniform, before)
+    return run * DRAW_RUN + token
+
+
+def _search(
+    weight: torch.Tensor, uniform: torch.Tensor, point: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the running sum of [rows, n] float64 passes the point (None: `uniform` of the total), and what is left of
+    the point there."""
+    cumulative = weight.cumsum(-1)
+    total = cumulative[:, -1]
+    wanted = uniform * total if point is None else point
+    # Rounding may reach the total: stay below it, so that the search ends where there is weight.
+    wanted = torch.minimum(wanted, torch.nextafter(total, torch.zeros_like(total))).clamp_(min=0.0).unsqueeze(1)
+    index = torch.searchsorted(cumulative, wanted, right=True)
+    passed = (cumulative - weight).gather(1, index)
+    return index.squeeze(1), (wanted - passed).squeeze(1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels.ops import ops_for
-from kernels.reference.sampling import TOP_P_CANDIDATES, philox4x32, uniforms
+from kernels.reference.sampling import DRAW_RUN, TOP_P_CANDIDATES, philox4x32, uniforms
 
 # kat_vectors of the Random123 distribution.
 VECTORS = [
@@ -123,6 +123,23 @@ def test_draw_is_the_inverse_of_the_distribution_in_order_of_ids() -> None:
         for u in points
     ]
     assert tokens == [0, 0, 2, 2, 3, 3, 4, 4]
+
+
+def test_draw_over_a_long_vocabulary_is_that_of_one_running_sum() -> None:
+    torch.manual_seed(5)
+    rows, vocab = 300, 3 * DRAW_RUN + 77
+    logits = torch.randn(rows, vocab) * 3
+    logits[::3, DRAW_RUN : 2 * DRAW_RUN] = float("-inf")  # a run without any weight
+    uniform = torch.rand(rows, dtype=torch.float64)
+    uniform[:2] = torch.tensor([0.0, 1 - 2.0**-53])
+    off = torch.full((rows,), float("-inf"))
+    tokens = ops_for("cpu").draw(logits, logits.max(-1).values, off, uniform)
+    cumulative = logits.double().softmax(-1).cumsum(-1)
+    token = tokens.unsqueeze(1)
+    upper = cumulative.gather(1, token).squeeze(1)
+    lower = upper - logits.double().softmax(-1).gather(1, token).squeeze(1)
+    assert bool(((uniform >= lower - 1e-6) & (uniform <= upper + 1e-6)).all())
+    assert bool(logits.gather(1, token).isfinite().all())
 
 
 def test_draw_stays_within_what_is_kept() -> None:
