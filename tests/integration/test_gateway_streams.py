@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -31,6 +32,12 @@ async def streamed(gateway: Gateway, path: str, body: dict[str, Any]) -> tuple[a
     """A stream that is being read, and its job."""
     task = asyncio.create_task(collect(gateway, path, body | {"stream": True}))
     return task, await gateway.worker.pull()
+
+
+def opening(gateway: Gateway, path: str, body: dict[str, Any]) -> asyncio.Task[httpx.Response]:
+    """A stream's response, which comes with its first token."""
+    request = gateway.http.build_request("POST", path, json=body | {"stream": True})
+    return asyncio.create_task(gateway.http.send(request, stream=True))
 
 
 def finishes(got: list[Event]) -> list[tuple[int, str]]:
@@ -137,11 +144,13 @@ async def test_an_expired_job_is_a_504(gateway: Gateway) -> None:
 
 
 async def test_an_error_in_mid_stream_ends_it_once(gateway: Gateway) -> None:
-    task, job = await streamed(gateway, "/v1/chat/completions", chat())
+    opened = opening(gateway, "/v1/chat/completions", chat())
+    job = await gateway.worker.pull()
     await job.say("x")
+    response = await opened
     info = ErrorInfo(message="the secret reason", type="server_error", code="engine_error", status=500)
     await job.finish("error", status="failed", error=info)
-    got = await task
+    got = [event async for event in events(response)]
     assert_well_ended(got)
     assert finishes(got) == [(0, "error")]
     errors = [e.data["error"] for e in got if e.data != "[DONE]" and "error" in e.data]
@@ -238,11 +247,12 @@ async def test_several_prompts_and_choices_share_one_stream(gateway: Gateway) ->
 
 
 async def test_one_of_several_jobs_fails(gateway: Gateway) -> None:
-    task = asyncio.create_task(collect(gateway, "/v1/completions", completion(["a", "b"], stream=True)))
+    opened = opening(gateway, "/v1/completions", completion(["a", "b"]))
     one, two = [await gateway.worker.pull() for _ in range(2)]
     await one.say("x")
+    response = await opened
     await two.finish(None, status="failed", error=ErrorInfo(message="m", code="engine_error"))
-    got = await task
+    got = [event async for event in events(response)]
     assert_well_ended(got, choices=2)
     assert {reason for _, reason in finishes(got)} == {"error"}
     async with asyncio.timeout(10):  # the other one goes on for nobody, so it is cancelled
