@@ -24,6 +24,10 @@ MAX_CONNECTIONS: Final = 64
 POOL_TIMEOUT_S: Final = 5.0
 RETRIES: Final = 3
 
+#: What this module decides alone: payloads are bytes, and time-outs differ between commands and subscriptions. In a URL
+#: redis-py would take them as text, and over everything that is set here.
+_NOT_IN_URL: Final = frozenset({"decode_responses", "encoding", "encoding_errors", "protocol", "socket_timeout"})
+
 #: Errors that pass: Redis is away, loading, full, read-only, failing over, or busy.
 _TRANSIENT: Final = (
     redis.ConnectionError,
@@ -48,7 +52,7 @@ def connect(url: str, **options: Any) -> redis.asyncio.Redis:
         options: passed on to redis-py, over the defaults here.
 
     Raises:
-        InvalidRequestError: a scheme that is not served.
+        InvalidRequestError: a scheme that is not served, or an option that a URL may not set.
     """
     retry = AsyncRetry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), RETRIES)
     settings = {"timeout": POOL_TIMEOUT_S, "retry": retry, **_settings(url), **options}
@@ -56,7 +60,7 @@ def connect(url: str, **options: Any) -> redis.asyncio.Redis:
 
 
 def connect_sync(url: str, **options: Any) -> redis.Redis:
-    """The same for threads. Raises InvalidRequestError for a scheme that is not served."""
+    """The same for threads. Raises InvalidRequestError as `connect`."""
     retry = Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), RETRIES)
     settings = {"timeout": POOL_TIMEOUT_S, "retry": retry, **_settings(url), **options}
     return redis.Redis.from_pool(redis.BlockingConnectionPool.from_url(url, **settings))
@@ -68,7 +72,7 @@ def connect_pubsub(url: str, **options: Any) -> redis.asyncio.Redis:
     Read with `get_message(timeout=...)` in a loop rather than `listen()`: only then are the health check's PINGs sent.
 
     Raises:
-        InvalidRequestError: a scheme that is not served.
+        InvalidRequestError: a scheme that is not served, or an option that a URL may not set.
     """
     return connect(url, **{"socket_timeout": None, **options})
 
@@ -99,6 +103,9 @@ def _settings(url: str) -> dict[str, Any]:
         raise InvalidRequestError(f"redis_url: {scheme}:// is not served yet", param="redis_url")
     if scheme not in ("redis", "rediss", "unix"):
         raise InvalidRequestError("redis_url: the scheme must be redis://, rediss:// or unix://", param="redis_url")
+    for name, _ in parse_qsl(urlsplit(url).query, keep_blank_values=True):
+        if name in _NOT_IN_URL:
+            raise InvalidRequestError(f"redis_url: {name} cannot be set in the URL", param="redis_url")
     settings: dict[str, Any] = {
         "decode_responses": False,
         "protocol": 2,

@@ -35,6 +35,17 @@ def test_other_schemes_are_refused(url: str) -> None:
         assert caught.value.param == "redis_url"
 
 
+@pytest.mark.parametrize(
+    "option", ["decode_responses=True", "decode_responses=", "encoding=latin-1", "protocol=3", "socket_timeout=1"]
+)
+@pytest.mark.parametrize("url", ["redis://h/0?", "rediss://h?", "unix:///tmp/none.sock?db=2&"])
+def test_a_url_cannot_change_what_replies_are(url: str, option: str) -> None:
+    for call in (connect, connect_sync, connect_pubsub):
+        with pytest.raises(InvalidRequestError, match=option.partition("=")[0]) as caught:
+            call(url + option)
+        assert caught.value.param == "redis_url"
+
+
 @pytest.mark.parametrize("url", ["redis://h:1/2", "rediss://h:1/2", "unix:///tmp/none.sock?db=2"])
 def test_clients_are_binary_finite_and_checked(url: str) -> None:
     for client in (connect(url), connect_sync(url)):
