@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Set
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -16,13 +16,18 @@ import structlog
 from structlog.tracebacks import ExceptionDictTransformer
 from structlog.typing import Processor
 
-#: Keys whose values no line at info level or above may hold, in any nesting.
-SECRET_KEYS: Final = frozenset(
+#: Keys whose values no line of any level may hold, in any nesting.
+CREDENTIAL_KEYS: Final = frozenset(
     {
-        "api_key", "authorization", "body", "content", "cookie", "delta", "envelope", "input", "input_ids", "messages",
-        "output", "output_ids", "password", "prompt", "prompt_token_ids", "stop", "text", "token_ids", "x-api-key",
+        "api_key", "api_keys", "authorization", "bearer", "cookie", "credentials", "headers", "password", "secret",
+        "token", "x-api-key",
     }
 )  # fmt: skip
+#: Keys whose values no line at info level or above may hold, in any nesting: what clients write and models answer.
+SECRET_KEYS: Final = CREDENTIAL_KEYS | {
+    "bad_words", "body", "content", "delta", "envelope", "input", "input_ids", "logprobs", "messages", "output",
+    "output_ids", "prompt", "prompt_token_ids", "stop", "text", "token_ids", "top_logprobs",
+}  # fmt: skip
 _MAX_DEPTH: Final = 6
 
 
@@ -86,26 +91,24 @@ def trace_id(trace: Mapping[str, str]) -> str | None:
 
 
 def redact(_: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Drop what must not be read in a log, unless the line is at debug level."""
-    if method == "debug":
-        return event
-    cleaned = _redacted(event, 0)
+    """Drop what must not be read in a log: credentials always, texts unless the line is at debug level."""
+    cleaned = _redacted(event, CREDENTIAL_KEYS if method == "debug" else SECRET_KEYS, 0)
     event.clear()
     event.update(cleaned)
     return event
 
 
-def _redacted(value: Any, depth: int) -> Any:
+def _redacted(value: Any, secret: Set[str], depth: int) -> Any:
     if depth > _MAX_DEPTH:
         return "..."
     if isinstance(value, Mapping):
         return {
-            k: _redacted(v, depth + 1)
+            k: _redacted(v, secret, depth + 1)
             for k, v in value.items()
-            if not (isinstance(k, str) and k.lower() in SECRET_KEYS)
+            if not (isinstance(k, str) and k.lower() in secret)
         }
     if isinstance(value, list):
-        return [_redacted(item, depth + 1) for item in value]
+        return [_redacted(item, secret, depth + 1) for item in value]
     if isinstance(value, tuple):
-        return tuple(_redacted(item, depth + 1) for item in value)
+        return tuple(_redacted(item, secret, depth + 1) for item in value)
     return value

@@ -55,6 +55,14 @@ def test_a_malformed_trace_binds_nothing(trace: dict[str, str]) -> None:
     assert logs.trace_id(trace) is None
 
 
+@pytest.mark.parametrize("key", ["api_key", "api_keys", "Authorization", "password", "cookie", "headers"])
+def test_credentials_are_dropped_at_debug_too(capsys: pytest.CaptureFixture[str], key: str) -> None:
+    logs.configure("debug", json=True)
+    structlog.get_logger().debug("e", **{key: "SECRET"}, request={"list": [{key: "SECRET", "kept": 1}]})
+    captured = capsys.readouterr().err
+    assert "SECRET" not in captured and '"kept": 1' in captured
+
+
 @pytest.mark.parametrize("key", ["prompt", "text", "api_key", "Authorization", "token_ids", "messages", "password"])
 @pytest.mark.parametrize("method", ["info", "warning", "error"])
 def test_secrets_are_dropped_at_any_depth(capsys: pytest.CaptureFixture[str], key: str, method: str) -> None:
