@@ -56,6 +56,7 @@ _REFUSED: dict[str, Callable[[Any], bool]] = {
     "prompt_logprobs": _always,
     "prompt_embeds": _always,
     "use_beam_search": _empty,
+    "best_of": lambda v: v in (None, 1),
     "length_penalty": lambda v: v in (None, 1, 1.0),
     "logits_processors": _empty,
     "chat_template": _always,

@@ -90,6 +90,7 @@ def test_bad_chat_bodies_name_the_field(body: bytes, param: str | None) -> None:
         ("prompt_logprobs", 0),
         ("chat_template", "{{ messages }}"),
         ("guided_json", {"type": "object"}),
+        ("best_of", 3),
         ("echo", True),
     ],
 )
