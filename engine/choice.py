@@ -33,7 +33,12 @@ class ChoiceWriter:
         params = sequence.params
         self._sequence = sequence
         self._detokenizer = detokenizer
-        self._stream = detokenizer.stream(skip_special_tokens=params.skip_special_tokens) if params.detokenize else None
+        self._stream = None
+        if params.detokenize:
+            self._stream = detokenizer.stream(
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            )
         stops = params.stop_strings
         self._matcher = StopMatcher(stops, include=params.include_stop_str_in_output) if stops else None
         self._ends = frozenset() if params.ignore_eos else sequence.eos_token_ids

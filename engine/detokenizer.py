@@ -33,9 +33,9 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._special = frozenset(
-            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
-        )
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         kinds = _decoder_kinds(tokenizer)
         self._byte_level = kinds == ["ByteLevel"]
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
@@ -50,12 +50,17 @@ class Detokenizer:
             self._bytes[token_id] = byte
         self._anchor = None if self._byte_level else self._find_anchor(vocabulary)
 
-    def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
-        """A stream for one choice, at its first output token."""
-        if self._byte_level:
+    def stream(self, *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True) -> TextStream:
+        """A stream for one choice, at its first output token.
+
+        Without `spaces_between_special_tokens`, added tokens that follow each other are written as they are, whatever
+        the tokenizer puts between them. As in vLLM this matters only where special tokens are shown.
+        """
+        if self._byte_level:  # puts nothing between tokens
             return _ByteStream(self._visible if skip_special_tokens else self._whole)
         skipped = self._special if skip_special_tokens else frozenset()
-        return _WindowStream(self._tokenizer, skipped, frozenset(self._fallback))
+        spaced = skip_special_tokens or spaces_between_special_tokens
+        return _WindowStream(self._tokenizer, skipped, frozenset(self._fallback), {} if spaced else self._added)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that the token adds to a text, special tokens as they are written; b"" for an unknown id."""
@@ -103,12 +108,16 @@ class _WindowStream:
     The window moves on only to ids that have text of their own, so that its first is never one whose space is stripped.
     """
 
-    __slots__ = ("_bytes", "_ids", "_skipped", "_text", "_tokenizer", "_unread")
+    __slots__ = ("_bytes", "_ids", "_joined", "_skipped", "_text", "_tokenizer", "_unread")
 
-    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int], byte_ids: frozenset[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skipped: frozenset[int], byte_ids: frozenset[int], joined: dict[int, str]
+    ) -> None:
+        """`joined` are tokens with their text that have nothing between them where they follow each other."""
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._bytes = byte_ids
+        self._joined = joined
         self._ids: list[int] = []
         self._text = ""  # of the ids that were read, all of which was given out
         self._unread = 0  # index of the first id that has given no text yet
@@ -116,6 +125,10 @@ class _WindowStream:
     def push(self, token_id: int) -> str:
         if token_id in self._skipped or self._tokenizer.id_to_token(token_id) is None:
             return ""
+        if token_id in self._joined and self._ids and self._ids[-1] in self._joined:
+            self._ids = [token_id]
+            self._text, self._unread = self._decode(self._ids), 1
+            return self._joined[token_id]
         self._ids.append(token_id)
         if token_id in self._bytes:
             return ""

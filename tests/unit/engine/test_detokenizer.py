@@ -114,6 +114,31 @@ def test_special_tokens_are_shown_only_on_request() -> None:
     assert pieces(DETOKENIZERS["byte level"], ids, skip=False) == ["cat", "<|end|>", "<tool call>", ""]
 
 
+def spaced() -> Tokenizer:
+    """No decoder, so that the library puts a space between all tokens, special ones too."""
+    tokenizer = Tokenizer(models.WordLevel(vocab={"a": 0, "b": 1}, unk_token="a"))
+    tokenizer.add_special_tokens(["<x>", "<y>"])
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("skip", "spaces", "text"),
+    [(True, True, "a b a"), (True, False, "a b a"), (False, True, "a <x> <y> <x> b <y> a"),
+     (False, False, "a <x><y><x> b <y> a")],
+)  # fmt: skip
+def test_spaces_between_special_tokens(skip: bool, spaces: bool, text: str) -> None:
+    stream = Detokenizer(spaced()).stream(skip_special_tokens=skip, spaces_between_special_tokens=spaces)
+    assert "".join(map(stream.push, [0, 2, 3, 2, 1, 3, 0])) + stream.flush() == text
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_without_added_tokens_side_by_side_spaces_between_them_do_not_matter(name: str) -> None:
+    ids = list(range(TOKENIZERS[name].get_vocab_size()))[:3] * 3
+    one = DETOKENIZERS[name].stream(skip_special_tokens=False)
+    two = DETOKENIZERS[name].stream(skip_special_tokens=False, spaces_between_special_tokens=False)
+    assert list(map(one.push, ids)) == list(map(two.push, ids))
+
+
 def test_token_bytes_keep_spaces_and_halves() -> None:
     byte, sentence = DETOKENIZERS["byte level"], DETOKENIZERS["sentencepiece"]
     assert byte.token_bytes(tiny.piece(" cat")) == b" cat"
