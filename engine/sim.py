@@ -107,6 +107,9 @@ class SimEngine:
         Raises:
             InvalidRequestError: it can never be served.
         """
+        keep = request.params.truncate_prompt_tokens
+        if keep is not None:
+            request = replace(request, prompt_token_ids=request.prompt_token_ids[-keep:])
         self._validate(request)
         params, prompt = request.params, request.prompt_token_ids
         limit = self._limit() if params.max_tokens is None else min(self._limit(), len(prompt) + params.max_tokens)

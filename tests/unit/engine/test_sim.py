@@ -77,6 +77,14 @@ def test_tokens_depend_on_the_request_alone() -> None:
     assert run(engine(), request(n=2, prompt=5))["a"] != alone
 
 
+def test_truncation_keeps_the_last_prompt_tokens() -> None:
+    cut = request("cut", prompt=60, truncate_prompt_tokens=10)
+    short = request("short", prompt=10)
+    short.prompt_token_ids = cut.prompt_token_ids[-10:]
+    results = run(engine(max_model_len=60), cut, short)
+    assert results["cut"] == results["short"]
+
+
 def test_greedy_does_not_depend_on_the_seed() -> None:
     assert run(engine(), request(temperature=0, seed=1)) == run(engine(), request(temperature=0, seed=2))
 
