@@ -25,7 +25,7 @@ from engine.request import (
 )
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceState
-from engine.validation import checked_length, checked_prompt, checked_resume
+from engine.validation import check_adapter, checked_length, checked_prompt, checked_resume
 from shared.errors import EngineError, InvalidRequestError, RopewayError
 
 logger = logging.getLogger(__name__)
@@ -69,11 +69,12 @@ class Engine:
 
         Raises:
             ContextLengthExceededError: too long for the context or for the whole KV cache.
-            UnsupportedParameterError: `prompt_logprobs` is set.
+            UnsupportedParameterError: `prompt_logprobs` is set, or an adapter that the runner does not have.
             InvalidRequestError: anything else that can never be served; nothing is kept of the request.
         """
         if request.id in self._live:
             raise InvalidRequestError(f"request {request.id} is already live")
+        check_adapter(request, self._runner.has_adapter)
         prompt = checked_prompt(request, self._runner.vocab_size)
         resumed = checked_resume(request, self._runner.vocab_size)
         max_len = checked_length(

@@ -60,6 +60,9 @@ class Runner(Protocol):
     block_size: int
     vocab_size: int
 
+    def has_adapter(self, adapter: str) -> bool:
+        """Whether sequences of this adapter can be computed."""
+
     def execute(self, plan: StepPlan) -> list[Sampled | None]:
         """Run one pass. One answer per span, None where `sample` is not set.
 

@@ -34,6 +34,10 @@ class ModelRunner:
         self._layout = CacheLayout(block_size, num_blocks, config.num_key_value_heads, model.dtype, model.device)
         self._tainted: set[int] = set()
 
+    def has_adapter(self, adapter: str) -> bool:
+        """No adapter is served: see `engine.plan.Runner.has_adapter`."""
+        return False
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[Sampled | None]:
         """Run one pass; see `engine.plan.Runner.execute`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from engine.request import EngineRequest, ResumedChoice
 from shared.errors import ContextLengthExceededError, InvalidRequestError, UnsupportedParameterError
 
@@ -22,6 +24,16 @@ def checked_prompt(request: EngineRequest, vocab_size: int) -> list[int]:
         raise InvalidRequestError(f"prompt: a token id is not in the vocabulary of {vocab_size} ids", param="prompt")
     params.check_vocabulary(vocab_size)
     return prompt if params.truncate_prompt_tokens is None else prompt[-params.truncate_prompt_tokens :]
+
+
+def check_adapter(request: EngineRequest, has_adapter: Callable[[str], bool]) -> None:
+    """Refuse what would else be answered by the base model.
+
+    Raises:
+        UnsupportedParameterError: an adapter that the runner does not have.
+    """
+    if request.adapter is not None and not has_adapter(request.adapter):
+        raise UnsupportedParameterError("adapter: this engine does not serve it", param="adapter")
 
 
 def checked_length(prompt: int, max_tokens: int | None, *, context: int, kv_tokens: int) -> int:

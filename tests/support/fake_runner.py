@@ -61,6 +61,10 @@ class FakeRunner:
         self.computed_tokens = 0
         self._slots: dict[int, bytes] = {}
 
+    def has_adapter(self, adapter: str) -> bool:
+        """Any: its tokens depend on the name."""
+        return True
+
     def execute(self, plan: StepPlan) -> list[Sampled | None]:
         """One pass: verify what is read, write, answer."""
         for source, target in plan.copies:

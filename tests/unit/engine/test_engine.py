@@ -266,6 +266,21 @@ def test_a_live_id_and_prompt_logprobs_are_refused() -> None:
     drain(engine)
 
 
+def test_an_adapter_that_the_runner_lacks_is_refused_not_ignored() -> None:
+    class BaseOnly(FakeRunner):
+        def has_adapter(self, adapter: str) -> bool:
+            return adapter == "known"
+
+    engine = make_engine(BaseOnly())
+    for name in ("unknown", ""):
+        with pytest.raises(UnsupportedParameterError) as caught:
+            engine.add(request("a", adapter=name))
+        assert caught.value.param == "adapter"
+        assert not engine.has_work()
+    engine.add(request("a", adapter="known"))
+    drain(engine)
+
+
 # --- failures ---
 
 
@@ -359,8 +374,8 @@ def test_a_runner_that_answers_wrongly_ends_the_request_not_the_loop(answers: li
 def test_a_detokenizer_that_raises_ends_that_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Detokenizer.stream
 
-    def stream(self: Detokenizer, *, skip_special_tokens: bool = True) -> Any:
-        inner = made(self, skip_special_tokens=skip_special_tokens)
+    def stream(self: Detokenizer, *, skip_special_tokens: bool = True, **others: bool) -> Any:
+        inner = made(self, skip_special_tokens=skip_special_tokens, **others)
         if skip_special_tokens:
             return inner
 
