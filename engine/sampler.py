@@ -14,10 +14,17 @@ from engine.request import LogprobEntry
 from engine.sequence import Sequence
 from kernels.ops import Ops
 from kernels.reference.sampling import uniforms
-from shared.errors import EngineError
+from shared.errors import EngineError, InvalidRequestError, RopewayError
 
 #: What a token of probability zero is given, so that no infinity reaches JSON.
 LOGPROB_FLOOR = -9999.0
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def _draws(sequence: Sequence, maximum: float) -> bool:
+    """Whether a row is drawn: not if it is greedy, nor if its temperature would take its logits out of their range."""
+    return not sequence.params.greedy and abs(maximum) / sequence.params.temperature < _FLOAT32_MAX
 
 
 class Sampler:
@@ -44,7 +51,7 @@ class Sampler:
         """
         best, chosen = logits.max(-1)
         tokens, maxima = chosen.tolist(), best.tolist()
-        errors: dict[int, EngineError] = {
+        errors: dict[int, RopewayError] = {
             row: EngineError("the model's logits are not finite")
             for row, x in enumerate(maxima)
             if not math.isfinite(x)
@@ -56,8 +63,10 @@ class Sampler:
             for row, token, maximum in zip(edited_rows, chosen.tolist(), best.tolist(), strict=True):
                 tokens[row], maxima[row] = token, maximum
                 if maximum == float("-inf"):
-                    errors[row] = EngineError("the request's options leave no token to choose")
-        drawn = [row for row, s in enumerate(sequences) if not s.params.greedy and row not in errors]
+                    errors[row] = InvalidRequestError("the request's options leave no token to choose")
+                elif not math.isfinite(maximum):
+                    errors[row] = InvalidRequestError("the request's options make logits that are not finite")
+        drawn = [row for row, s in enumerate(sequences) if row not in errors and _draws(s, maxima[row])]
         if drawn:
             self._draw(logits, edited, edited_rows, drawn, sequences, maxima, tokens)
         entries = self._logprobs(logits, sequences, tokens, errors)
@@ -151,7 +160,7 @@ class Sampler:
                 tokens[row] = token
 
     def _logprobs(
-        self, logits: torch.Tensor, sequences: list[Sequence], tokens: list[int], errors: dict[int, EngineError]
+        self, logits: torch.Tensor, sequences: list[Sequence], tokens: list[int], errors: dict[int, RopewayError]
     ) -> dict[int, LogprobEntry]:
         """Entries of the rows that ask, from the raw logits."""
         wanted = [(row, s.params.logprobs) for row, s in enumerate(sequences) if row not in errors]

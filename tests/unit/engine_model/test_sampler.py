@@ -155,7 +155,27 @@ def test_options_that_leave_nothing_fail_that_row() -> None:
     answers = draw(logits, row(allowed_token_ids=[2], min_tokens=2, max_tokens=5, eos=(2,)), row(temperature=0))
     assert answers[0].error is not None
     assert "no token" in answers[0].error.message
+    assert answers[0].error.status == 400, "it is the request's fault, not the server's"
     assert answers[1].token_id == int(logits[1].argmax())
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"temperature": 0}, {"allowed_token_ids": [3]}])
+def test_a_penalty_that_leaves_the_range_of_numbers_fails_that_row(options: dict[str, Any]) -> None:
+    logits = torch.randn(2, VOCAB)
+    logits[0, 3] = 5.0
+    spoilt = row(prompt=list(range(VOCAB)), repetition_penalty=1e-300, **options)
+    answers = draw(logits, spoilt, row(seed=1))
+    assert answers[0].error is not None
+    assert answers[0].error.status == 400
+    assert answers[1].token_id == draw(logits[1:], row(seed=1))[0].token_id
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_temperature_that_would_overflow_is_greedy(sign: int) -> None:
+    logits = torch.full((2, VOCAB), 1e36) * sign
+    logits[:, 3] += 1e36
+    answers = draw(logits, row(temperature=1e-5, top_p=0.9), row(temperature=1e-5, repetition_penalty=2.0))
+    assert [answer.token_id for answer in answers] == [3, 3]
 
 
 def test_logits_are_not_changed() -> None:
