@@ -19,6 +19,7 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
+MAX_ALLOWED_TOKEN_IDS = 2**16
 MAX_TOKEN_ID = 2**31 - 1
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 
@@ -133,7 +134,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=False):
             raise InvalidRequestError("stop: stop strings need detokenize", param="stop")
         for name, ids, most in (
             ("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
-            ("allowed_token_ids", self.allowed_token_ids, MAX_TOKEN_ID),
+            ("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS),
         ):
             if ids is not None:
                 _length(name, ids, most)

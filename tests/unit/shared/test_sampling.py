@@ -40,7 +40,7 @@ def test_defaults_are_vllms() -> None:
         ("stop_token_ids", [[-1], [2**31], ["a"], [1] * 129]),
         ("bad_words", [[""], ["x"] * 129]),
         ("logit_bias", [{-1: 0.0}, {1: 101.0}, {1: math.nan}, {"1": 0.0}, dict.fromkeys(range(1025), 0.0)]),
-        ("allowed_token_ids", [[], [-1]]),
+        ("allowed_token_ids", [[], [-1], [1] * (2**16 + 1)]),
     ],
 )
 def test_out_of_bounds_names_the_field(field: str, values: list[Any]) -> None:
