@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from shared.protocol import Result, decode
 from tests.integration.gateway_harness import Gateway, chat, completion, serve
+from tests.support.worker_harness import POOL, harness
 
 
 @pytest.fixture
@@ -218,3 +220,43 @@ async def test_cancelled_handlers_do_not_shift_replies(gateway: Gateway) -> None
     for _ in range(50):
         assert await store.status(known) == ("queued", 0)
         assert await store.read_log(known) == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_real_worker_stops_within_a_few_steps(valkey_url: str, stream: bool) -> None:
+    async with harness(valkey_url) as h:
+        worker = await h.worker(sim_step_ms=20)
+        async with serve(valkey_url, card=False, flush_ms=0) as gateway:
+            body = chat(stream=stream, max_tokens=3000, ignore_eos=True) | {"model": POOL}
+            connection = await post(gateway, "/v1/chat/completions", body)
+            job_id = (await worker.event("pulled"))["job_id"]
+            async with asyncio.timeout(20):
+                while (await gateway.store.status(job_id))[1] < 5:
+                    await asyncio.sleep(0.005)
+            connection.cut()
+            await gateway.until(job_id, "cancelled")
+            view = await gateway.store.get(job_id)
+            assert view.result is not None
+            assert decode(view.result, Result).usage.completion_tokens < 1000
+            async with asyncio.timeout(20):
+                while True:
+                    (info,) = await gateway.store.live_workers(POOL, 60_000)
+                    if info.running == 0 and info.free_blocks == info.total_blocks:
+                        break
+                    await asyncio.sleep(0.02)
+            await h.assert_clean()
+
+
+async def test_a_body_where_none_is_read_stops_nobody(valkey_url: str) -> None:
+    """More than is taken, on a request without a body of its own: it ends, and its job is not touched."""
+    async with serve(valkey_url, max_body_bytes=1024) as gateway:
+        job_id = (await gateway.http.post("/v1/jobs", json={"kind": "chat", "body": chat()})).json()["id"]
+        async with asyncio.timeout(20):
+            response = await gateway.http.request("GET", f"/v1/jobs/{job_id}?wait=60", content=chunks(8))
+        assert response.json()["status"] == "queued"
+        assert await gateway.worker.queued() == 1
+
+
+async def chunks(count: int) -> AsyncIterator[bytes]:
+    for _ in range(count):
+        yield b" " * 512

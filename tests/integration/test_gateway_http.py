@@ -12,8 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from shared import logs
+from shared import connect, logs
 from shared.errors import ServiceUnavailableError
+from shared.protocol import ErrorInfo
 from tests.integration.gateway_harness import Gateway, chat, completion, serve
 from tests.support.redis_server import RedisServer
 from tests.unit.gateway import support
@@ -102,7 +103,37 @@ async def test_bodies_are_capped(gateway: Gateway) -> None:
         "invalid_request_error",
         "unsupported_content_encoding",
     )
-    assert_error(await http.post(path, content=b"[" * 4000), 400, "invalid_request_error")
+    assert await gateway.worker.queued() == 0
+
+
+async def test_a_body_that_is_announced_too_large_is_not_waited_for(gateway: Gateway) -> None:
+    host, port = gateway.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n")
+    async with asyncio.timeout(20):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+    writer.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/jobs"])
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    "start",
+    [b"[", b'{"a":', b'{"model":"tiny","prompt":[', b'{"model":"tiny","messages":[{"role":"user","content":[',
+     b'{"kind":"chat","body":{"messages":['],
+)  # fmt: skip
+async def test_deep_bodies_are_a_400(gateway: Gateway, path: str, whole: bool, start: bytes) -> None:
+    """As one piece or in chunks without a length, cut off or closed."""
+    depth = 1900
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield start
+        yield b"[" * depth
+        yield b"]" * depth
+
+    content = start + b"[" * depth if whole else pieces()
+    assert_error(await gateway.http.post(path, content=content), 400, "invalid_request_error")
+    assert await gateway.worker.queued() == 0
 
 
 async def test_a_full_lane_is_a_429(valkey_url: str) -> None:
@@ -228,6 +259,33 @@ async def test_request_ids(gateway: Gateway, given: str | None) -> None:
     assert given not in ids
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_client_id_at_the_same_time_is_two_answers(gateway: Gateway, stream: bool) -> None:
+    """Header and field alike are echoed at most; jobs, channels and answers go by ids of our own."""
+    sent = [
+        asyncio.create_task(
+            gateway.http.post(
+                "/v1/chat/completions",
+                json=chat(stream=stream, request_id="mine"),
+                headers=[("X-Request-Id", "mine"), ("X-Request-Id", "another")],
+            )
+        )
+        for _ in range(2)
+    ]
+    jobs = [await gateway.worker.pull() for _ in sent]
+    assert len({job.id for job in jobs}) == 2
+    for job in jobs:
+        assert job.job.envelope.request_id == "mine"
+        assert "mine" not in job.id
+        await job.answer(f"for {job.id}")
+    for response in await asyncio.gather(*sent):
+        assert response.headers.get_list("x-request-id") == ["mine"]
+        job_id = response.headers["x-ropeway-job-id"]
+        assert f"for {job_id}" in response.text
+        assert [job.id in response.text for job in jobs].count(True) == 1
+    assert gateway.services.hub.streams == 0
+
+
 async def test_probes(valkey_url: str) -> None:
     async with serve(valkey_url, card=False) as gateway:
         assert (await gateway.http.get("/health")).status_code == 200
@@ -286,12 +344,16 @@ async def test_the_document_holds_the_bodies(gateway: Gateway) -> None:
     assert body == {"$ref": "#/components/schemas/ChatCompletionRequest"}
 
 
+@pytest.mark.parametrize(("log_level", "word"), [("info", "sesame"), ("debug", "sesame-")])
 async def test_no_prompt_output_or_key_in_logs(
-    valkey_url: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    valkey_url: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, log_level: str, word: str
 ) -> None:
+    """At debug level no key, which are the words with a hyphen. Redis sees neither prompts nor keys."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
-    logs.configure("info", True)
+    logs.configure(log_level, True)
+    for foreign in ("httpcore", "asyncio"):
+        monkeypatch.setattr(logging.getLogger(foreign), "propagate", False)
     monkeypatch.setattr(logging.getLogger("httpx"), "disabled", True)  # the client's own log, in this process too
     try:
         async with serve(valkey_url, api_keys=["sesame-key"]) as gateway:
@@ -306,9 +368,52 @@ async def test_no_prompt_output_or_key_in_logs(
                 "/v1/chat/completions", json=chat(), headers={"Authorization": "Bearer sesame-wrong"}
             )
             await gateway.http.get("/v1/models?q=sesame", headers=headers)
+            async with gateway.http.stream(
+                "GET", "/v1/jobs/sesame/events", headers=headers | {"Cookie": "sesame-cookie"}
+            ) as response:
+                assert response.status_code == 404
+            await crash(gateway, chat("sesame prompt"), headers, monkeypatch)
+            await fail(gateway, chat("sesame prompt", stop=["sesame stop"]), headers)
+            stored = await everything(gateway)
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
     written = capfd.readouterr()
-    assert "http.request" in written.err
-    assert "sesame" not in written.err + written.out
+    for event in ("http.request", "request.internal_error", "job.failed"):
+        assert event in written.err
+    assert word not in written.err + written.out
+    assert b"sesame answer" in stored
+    assert b"sesame prompt" not in stored
+    assert b"sesame-" not in stored
+
+
+async def crash(gateway: Gateway, body: dict[str, Any], headers: dict[str, str], patch: pytest.MonkeyPatch) -> None:
+    """A request whose handling raises what nobody foresaw."""
+
+    async def broken(*args: Any, **kwargs: Any) -> None:
+        raise ZeroDivisionError
+
+    with patch.context() as patched:
+        patched.setattr(gateway.services.store, "submit", broken)
+        assert (await gateway.http.post("/v1/chat/completions", json=body, headers=headers)).status_code == 500
+
+
+async def fail(gateway: Gateway, body: dict[str, Any], headers: dict[str, str]) -> None:
+    """A request that its worker fails after the first words."""
+    asked = asyncio.create_task(gateway.http.post("/v1/chat/completions", json=body, headers=headers))
+    job = await gateway.worker.pull()
+    await job.say("sesame answer")
+    await job.finish(None, status="failed", error=ErrorInfo(message="m", code="engine_error"))
+    assert (await asked).status_code == 500
+
+
+async def everything(gateway: Gateway) -> bytes:
+    """All that Redis holds, keys and values."""
+    client: Any = connect.connect(gateway.redis_url)
+    readers = {b"string": client.get, b"hash": client.hgetall, b"set": client.smembers, b"stream": client.xrange}
+    found: list[Any] = []
+    async for key in client.scan_iter("*"):
+        kind = await client.type(key)
+        found += [key, await readers[kind](key) if kind in readers else await client.zrange(key, 0, -1)]
+    await client.aclose()
+    return repr(found).encode()
