@@ -25,6 +25,9 @@ class ControlMessage(msgspec.Struct, frozen=True):
 
 _decoder = msgspec.msgpack.Decoder(ControlMessage)
 
+#: A lane's number has no more digits. Anyone may publish on a channel, and `int` refuses thousands of them.
+_LANE_DIGITS = len(str(keys.MAX_LANES))
+
 
 class ControlListener:
     """Listens on both channels.
@@ -66,12 +69,12 @@ class ControlListener:
         if kind == "subscribe" and channel == self._control:
             self._on_subscribed()
         elif kind == "message" and channel == self._wake:
-            if data.isdigit():
+            if data.isdigit() and len(data) <= _LANE_DIGITS:
                 self._on_wake(int(data))
         elif kind == "message" and channel == self._control:
             try:
                 message = _decoder.decode(data)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, RecursionError) as error:
                 _log.warning("control message does not decode", error=str(error))
                 return
             if message.op == "cancel":
