@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +16,15 @@ _log = structlog.stdlib.get_logger("worker.health")
 
 #: Answers whether it is well, and what to tell.
 Probe = Callable[[], tuple[bool, dict[str, Any]]]
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that went away is no news; the base class would print a traceback past the log."""
+        gone = isinstance(sys.exception(), ConnectionError | TimeoutError)
+        (_log.debug if gone else _log.error)("probe not answered", exc_info=True)
 
 
 class HealthServer:
@@ -56,8 +66,7 @@ class HealthServer:
             def log_message(self, format: str, *args: object) -> None:
                 _log.debug("probe", line=format % args)
 
-        self._server = ThreadingHTTPServer((host, port), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server((host, port), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, name="health", daemon=True)
         self._thread.start()
 

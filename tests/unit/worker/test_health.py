@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
+import struct
+import threading
 import urllib.error
 import urllib.request
 from typing import Any
+
+import pytest
 
 from engine.request import EngineStats
 from shared.protocol import Timings, Usage
@@ -57,3 +62,27 @@ def test_probes_answer_by_what_they_are_told() -> None:
         'ropeway_fenced_publishes_total{model_name="m"} 0.0',
     ):
         assert line in text.splitlines(), line
+
+
+def test_a_client_that_goes_away_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    gone, asked = threading.Event(), threading.Event()
+    handlers: list[threading.Thread] = []
+
+    def probe() -> tuple[bool, dict[str, Any]]:
+        handlers.append(threading.current_thread())
+        asked.set()
+        assert gone.wait(20)
+        return True, {}
+
+    server = HealthServer("127.0.0.1", 0, WorkerMetrics("m").registry, live=probe, ready=probe)
+    try:
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+            assert asked.wait(20)
+            # Closing resets the connection, so that the answer cannot be written.
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        gone.set()
+        handlers[0].join(20)
+    finally:
+        server.close()
+    assert "Traceback" not in capfd.readouterr().err
