@@ -12,6 +12,7 @@ from typing import Any
 import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from pydantic_core import from_json
 from tokenizers import Tokenizer
 
 from gateway.schemas import Message
@@ -232,8 +233,9 @@ def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments else {}
-        except (ValueError, RecursionError):
+            # Not `json.loads`: that takes half a surrogate pair, which no tokenizer takes.
+            arguments = from_json(arguments, allow_inf_nan=False) if arguments else {}
+        except ValueError:
             raise InvalidRequestError(f"{where}.function.arguments: must be JSON",
                                       param=f"{where}.function.arguments") from None  # fmt: skip
     return call | {"function": function | {"arguments": arguments}}

@@ -73,7 +73,7 @@ def test_a_null_assistant_with_calls_is_taken() -> None:
     source = "{% for m in messages %}{{ m['content'] }}|{% for c in m.get('tool_calls', []) %}{{ c.function.name }}" \
         "{{ c.function.arguments.x }}{% endfor %}{% endfor %}"  # fmt: skip
     assert template(source).render([message(None, "assistant", tool_calls=calls)]) == "|f1"
-    for bad in ('{"x"', "[" * 100_000):
+    for bad in ('{"x"', "[" * 100_000, '{"x": "\\ud800"}', '{"x": NaN}', '{"x": 1' + "0" * 5000 + "}"):
         calls[0]["function"] = {"name": "f", "arguments": bad}
         with pytest.raises(InvalidRequestError) as caught:
             template(source).render([message(None, "assistant", tool_calls=calls)])
