@@ -65,7 +65,11 @@ _REFUSED: dict[str, Callable[[Any], bool]] = {
     "return_token_ids": _empty,
     "return_tokens_as_token_ids": _empty,
     "kv_transfer_params": _always,
+    "adapter": _always,
+    "lora_request": _always,
 }
+#: The same of the jobs API's own body.
+_REFUSED_OF_JOBS: dict[str, Callable[[Any], bool]] = {"adapter": _always, "callback_url": _always}
 
 
 class StreamOptions(BaseModel):
@@ -168,7 +172,7 @@ class CompletionRequest(GenerationRequest):
 class JobRequest(BaseModel):
     """`POST /v1/jobs`."""
 
-    model_config = ConfigDict(strict=True, populate_by_name=True)
+    model_config = ConfigDict(strict=True, populate_by_name=True, extra="allow")
 
     kind: Literal["chat", "completion"] = Field(description="which endpoint `body` belongs to")
     body: dict[str, Any] = Field(description="the body of that endpoint, one prompt")
@@ -203,16 +207,22 @@ def parse(model: type[M], data: bytes | dict[str, Any]) -> M:
             request = model.model_validate_json(data)
     except ValidationError as error:
         raise invalid(error, _FIELDS) from None
-    if isinstance(request, GenerationRequest):
+    if isinstance(request, JobRequest):
+        _refuse(request, _REFUSED_OF_JOBS)
+    elif isinstance(request, GenerationRequest):
+        _refuse(request, _REFUSED)
         _check(request)
     return request
 
 
-def _check(request: GenerationRequest) -> None:
+def _refuse(request: BaseModel, refused: dict[str, Callable[[Any], bool]]) -> None:
     for name, value in (request.model_extra or {}).items():
-        accepts = _REFUSED.get(name)
+        accepts = refused.get(name)
         if accepts is not None and not accepts(value):
             raise UnsupportedParameterError(f"{name}: this server does not support it", param=name)
+
+
+def _check(request: GenerationRequest) -> None:
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options: only allowed when stream is true", param="stream_options")
     check_metadata(request.metadata)

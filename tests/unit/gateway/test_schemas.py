@@ -10,6 +10,7 @@ import pytest
 from gateway.sampling import sampling_params
 from gateway.schemas import ChatCompletionRequest, CompletionRequest, JobRequest, parse
 from shared.errors import InvalidRequestError, UnsupportedParameterError
+from shared.sampling import SamplingParams
 from tests.unit.gateway.support import card
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -91,6 +92,8 @@ def test_bad_chat_bodies_name_the_field(body: bytes, param: str | None) -> None:
         ("chat_template", "{{ messages }}"),
         ("guided_json", {"type": "object"}),
         ("best_of", 3),
+        ("adapter", "a"),
+        ("lora_request", {"lora_name": "a"}),
         ("echo", True),
     ],
 )
@@ -249,6 +252,29 @@ def test_chat_logprobs_are_a_switch_and_a_number() -> None:
 )
 def test_classes(more: dict[str, Any], job_class: str) -> None:
     assert parse(ChatCompletionRequest, chat(**more)).job_class == job_class
+
+
+@pytest.mark.parametrize("field", ["adapter", "callback_url"])
+def test_what_a_job_cannot_have_is_refused_by_name(field: str) -> None:
+    order = {"kind": "chat", "body": {"model": "m"}, field: None}
+    parse(JobRequest, json.dumps(order).encode())
+    with pytest.raises(UnsupportedParameterError) as caught:
+        parse(JobRequest, json.dumps(order | {field: "x"}).encode())
+    assert caught.value.param == field
+
+
+def test_every_sampling_parameter_is_served_or_refused_by_name() -> None:
+    """A parameter that is added to `SamplingParams` must be given a place here, too."""
+    inside = {"detokenize"}  # the API always answers with text
+    for name in SamplingParams.__struct_fields__:
+        if name in inside:
+            continue
+        served = [name in model.model_fields for model in (ChatCompletionRequest, CompletionRequest)]
+        if not all(served):
+            for model, body in ((ChatCompletionRequest, chat), (CompletionRequest, completion)):
+                with pytest.raises(UnsupportedParameterError) as caught:
+                    parse(model, body(**{name: 1}))
+                assert caught.value.param == name
 
 
 def test_a_jobs_body_and_class() -> None:
