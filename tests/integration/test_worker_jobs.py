@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 
 import httpx
@@ -213,3 +214,28 @@ async def test_a_job_past_its_deadline_ends_as_expired(valkey_url: str) -> None:
         assert result.error is not None and result.error.status == 504
         assert 0 < len(result.choices[0].token_ids) < 4000
         await h.assert_clean()
+
+
+@pytest.mark.parametrize("fault", [None, "add", "error", "raise"])
+async def test_no_line_of_the_log_holds_what_was_asked_or_answered(valkey_url: str, fault: str | None) -> None:
+    """Not even at debug level, at which these workers log."""
+    async with harness(valkey_url) as h:
+        worker = await h.worker(fault=fault)
+        whole, cut, failed = job(1, stop=["sesame stop"], bad_words=["sesame word"]), job(2, max_tokens=3000), job(3)
+        for envelope in (whole, cut, failed):
+            envelope.metadata, envelope.cache_salt = {"note": "sesame note"}, "sesame salt"
+        await (await h.submit(whole)).end()
+        follower = await h.submit(cut)
+        await follower.tokens(10)
+        await h.store.cancel(cut.id)
+        await follower.end()
+        failed.prompt_token_ids[0] = TRIGGER
+        await (await h.submit(failed)).end()
+        worker.signal(signal.SIGTERM)
+        await worker.wait()
+        written = json.dumps(worker.lines)
+        assert "pulled" in written and "sesame" not in written
+        for envelope in (whole, cut):
+            words = expected(envelope)[0].text.split()
+            assert all(" ".join(words[at : at + 4]) not in written for at in range(min(len(words), 100) - 4))
+            assert str(expected(envelope)[0].token_ids[:3])[1:-1] not in written
