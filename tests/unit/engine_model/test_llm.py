@@ -12,7 +12,7 @@ import torch
 from engine.build import build_engine, choose_device, choose_dtype
 from engine.config import EngineConfig
 from engine.llm import LLM
-from shared.errors import ContextLengthExceededError, EngineError, InvalidRequestError
+from shared.errors import ContextLengthExceededError, InvalidRequestError
 from shared.sampling import SamplingParams
 from tests.support.tiny_llama import VOCAB, save_tiny_model
 
@@ -100,7 +100,7 @@ def test_a_refused_prompt_leaves_nothing_in_the_engine(llm: LLM) -> None:
 def test_a_request_that_fails_while_it_runs_has_its_error_and_others_go_on(llm: LLM) -> None:
     nothing_left = SamplingParams(allowed_token_ids=[2], min_tokens=2, max_tokens=4)
     bad, good = llm.generate(["w5", "w6"], [nothing_left, GREEDY], use_tqdm=False)
-    assert isinstance(bad.error, EngineError)
+    assert isinstance(bad.error, InvalidRequestError)
     assert bad.outputs[0].finish_reason == "error"
     assert good.error is None
     assert len(good.outputs[0].token_ids) == 6
