@@ -12,7 +12,7 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
-from shared.errors import InvalidRequestError, ServiceUnavailableError
+from shared.errors import ForeignDataError, InvalidRequestError, ServiceUnavailableError
 
 #: Seconds until a command without an answer counts as failed; then it is tried again, which every script allows.
 SOCKET_TIMEOUT_S: Final = 5.0
@@ -40,6 +40,8 @@ _TRANSIENT: Final = (
 )
 #: The same as the first word of a plain error reply.
 _TRANSIENT_CODES: Final = ("NOREPLICAS", "MISCONF", "BUSY", "UNKILLABLE", "LOADING", "MASTERDOWN", "READONLY", "OOM")
+#: Refusals that have to do with rights or with a cluster, not with data.
+_OF_OTHERS: Final = (redis.exceptions.NoPermissionError, redis.exceptions.AskError)
 #: Seconds after which a client may try again.
 RETRY_AFTER_S: Final = 1.0
 
@@ -95,6 +97,15 @@ def unavailable(error: BaseException) -> ServiceUnavailableError | None:
         return None
     reason = "refused the credentials" if isinstance(error, redis.AuthenticationError) else "is not available"
     return ServiceUnavailableError(f"Redis {reason}: {type(error).__name__}", retry_after=RETRY_AFTER_S)
+
+
+def foreign(error: BaseException) -> ForeignDataError | None:
+    """What a script or command that Redis refuses for its data is to callers; None for any other error."""
+    if not isinstance(error, redis.ResponseError) or isinstance(error, _OF_OTHERS):
+        return None
+    if str(error).startswith("RW") or unavailable(error) is not None:
+        return None
+    return ForeignDataError(f"Redis refused a command: {error}")
 
 
 def _settings(url: str) -> dict[str, Any]:

@@ -18,7 +18,8 @@ RopewayError
 │   ├── JobExpiredError            504  its deadline passed
 │   └── EngineError                500  this request made the engine fail; the batch went on
 └── ProtocolError                  500  bytes on the wire that this version cannot read
-    └── VersionError
+    ├── VersionError
+    └── ForeignDataError                what Redis holds under a key is not what this system writes there
 """
 
 from __future__ import annotations
@@ -172,3 +173,9 @@ class VersionError(ProtocolError):
     """An unknown major version of the wire."""
 
     code = "protocol_version"
+
+
+class ForeignDataError(ProtocolError):
+    """Redis refuses a command for good: under one of its keys is something that this system did not write there."""
+
+    code = "foreign_data"

@@ -124,6 +124,8 @@ class Publication(Enum):
     CANCELLED = "cancelled"
     #: Another owner or epoch has the job, or it has ended: drop it, publish nothing more.
     FENCED = "fenced"
+    #: What Redis holds of the job is not what was written there; trying again is of no use.
+    BROKEN = "broken"
 
 
 @dataclass(frozen=True, slots=True)

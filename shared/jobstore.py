@@ -12,8 +12,8 @@ import redis.asyncio
 import structlog
 
 from shared import keys, scripts
-from shared.connect import unavailable
-from shared.errors import ConflictError, JobNotFoundError, ProtocolError
+from shared.connect import foreign, unavailable
+from shared.errors import ConflictError, ForeignDataError, JobNotFoundError, ProtocolError
 from shared.jobs import (
     DeadLetter,
     JobView,
@@ -114,13 +114,11 @@ class JobStore:
         Raises:
             ProtocolError: a gap in a job's sequence numbers. The other items were published; they may be repeated.
         """
-        answers = await self._run_all([scripts.publish(item) for item in items])
-        return [scripts.parse_publication(answer) for answer in answers]
+        return [scripts.parse_publication(a) for a in await self._run_all([scripts.publish(item) for item in items])]
 
     async def renew(self, owner: str, jobs: Sequence[Owned]) -> list[Publication]:
         """Keep jobs for another lease, in one pipeline; one answer per job."""
-        answers = await self._run_all([scripts.renew(owner, job) for job in jobs])
-        return [scripts.parse_publication(answer) for answer in answers]
+        return [scripts.parse_publication(a) for a in await self._run_all([scripts.renew(owner, job) for job in jobs])]
 
     async def release(self, owner: str, job: Owned) -> bool:
         """Give a job back with its attempt refunded. False: it was no longer the owner's."""
@@ -142,7 +140,7 @@ class JobStore:
         Returns:
             On how many streams something still is.
         """
-        return sum(await self._run_all([scripts.forget(pool, lane, owner) for lane in range(lanes)]))
+        return sum(_raised(await self._run_all([scripts.forget(pool, lane, owner) for lane in range(lanes)])))
 
     async def get(self, job_id: str) -> JobView:
         """A job with its envelope and result.
@@ -163,13 +161,13 @@ class JobStore:
             status, seq = await self._redis.hmget(keys.job(JobId.parse(job_id)), "status", "seq")
         if status is None:
             raise JobNotFoundError("no job has this id", param="id")
-        return scripts.parse_status(status), int(seq or 0)
+        return scripts.parse_status(status), scripts.parse_number(seq)
 
     async def read_log(self, job_id: str, after_seq: int = 0, count: int = 1000) -> list[bytes]:
         """Encoded frames with a sequence number above `after_seq`, in order, at most `count`."""
         async with self._guard():
             entries = await self._redis.xrange(keys.events(JobId.parse(job_id)), f"{after_seq + 1}-0", "+", count)
-        return [fields[b"f"] for _, fields in entries]
+        return [scripts.parse_frame(fields) for _, fields in entries]
 
     async def lane_load(self, pool: str, lane: int) -> LaneLoad:
         """Exact counters of one lane."""
@@ -217,7 +215,13 @@ class JobStore:
             )
         async with self._guard():
             await self._redis.sadd(keys.pools(), card.pool)
-        return decode(found, Card)
+        try:
+            return decode(found, Card)
+        except ProtocolError as error:  # every member with this agreement would write the same
+            log.error("card written again: it does not decode", pool=card.pool, error=error.message)
+            async with self._guard():
+                await self._redis.hset(keys.card(card.pool), "card", data)
+            return card
 
     async def get_card(self, pool: str) -> Card | None:
         """The pool's card, or None. Raises VersionError for a card of another wire version."""
@@ -234,7 +238,8 @@ class JobStore:
     async def pools(self) -> list[str]:
         """Names of pools that have, or had, a card; sorted."""
         async with self._guard():
-            return sorted(name.decode() for name in await self._redis.smembers(keys.pools()))
+            names = [name.decode(errors="replace") for name in await self._redis.smembers(keys.pools())]
+        return sorted(name for name in names if keys.POOL_PATTERN.match(name))
 
     async def heartbeat(self, pool: str, info: WorkerInfo, ttl_ms: int) -> list[str]:
         """Enter a worker into the registry for `ttl_ms`.
@@ -243,7 +248,7 @@ class JobStore:
             Owners that live, sorted.
         """
         owners = await self._run(scripts.heartbeat(pool, info.owner, encode(info), ttl_ms))
-        return [owner.decode() for owner in owners]
+        return [owner.decode(errors="replace") for owner in owners]
 
     async def live_workers(self, pool: str, ttl_ms: int) -> list[WorkerInfo]:
         """Workers whose last heartbeat is at most `ttl_ms` old, sorted by owner."""
@@ -252,9 +257,17 @@ class JobStore:
             owners = sorted(await self._redis.zrangebyscore(keys.workers(pool), since, "+inf"))
             pipe = self._redis.pipeline(transaction=False)
             for owner in owners:
-                pipe.hget(keys.worker(pool, owner.decode()), "info")
-            infos = await pipe.execute()
-        return [decode(info, WorkerInfo) for info in infos if info is not None]
+                pipe.hget(keys.worker(pool, owner.decode(errors="replace")), "info")
+            infos = _checked(await pipe.execute(raise_on_error=False))
+        workers = []
+        for info in infos:
+            try:
+                if isinstance(info, ForeignDataError):
+                    raise info
+                workers += [] if info is None else [decode(info, WorkerInfo)]
+            except ProtocolError as error:  # one entry that does not read must not hide the others
+                log.warning("a worker's entry does not read", pool=pool, error=error.message)
+        return workers
 
     async def leave(self, pool: str, owner: str) -> None:
         """Take a worker out of the registry."""
@@ -331,7 +344,15 @@ class SyncJobStore:
 
     def release(self, owner: str, job: Owned) -> bool:
         """See `JobStore.release`."""
-        return bool(self._run_all([scripts.release(owner, job)])[0])
+        return bool(_raised(self._run_all([scripts.release(owner, job)]))[0])
+
+    def bury(self, owner: str, job: Owned, error: ProtocolError) -> bool:
+        """Give up a job whose data cannot be read: a dead letter, an error for its client. False: no longer its owner.
+
+        Raises:
+            ForeignDataError: not even that is possible.
+        """
+        return bool(_raised(self._run_all([scripts.bury(owner, job, error)]))[0])
 
     def _run_all(self, calls: Sequence[Call]) -> list[Any]:
         answers: list[Any] = []
@@ -362,6 +383,16 @@ def _unknown_scripts(calls: Sequence[Call], answers: list[Any]) -> set[str]:
 
 
 def _checked(answers: list[Any]) -> list[Any]:
+    """Answers of a pipeline. One that Redis refuses for its data stays among them, as ForeignDataError: the others
+    were done. Any other error is raised."""
+    checked = [foreign(answer) or answer if isinstance(answer, Exception) else answer for answer in answers]
+    for answer in checked:
+        if isinstance(answer, BaseException) and not isinstance(answer, ForeignDataError):
+            raise answer
+    return checked
+
+
+def _raised(answers: list[Any]) -> list[Any]:
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer
@@ -372,6 +403,6 @@ def _raise_typed(error: redis.RedisError | OSError) -> NoReturn:
     """Raise what callers see; an error that nobody foresaw goes on as it is."""
     if str(error).startswith("RW"):
         raise ProtocolError(f"a script refused its arguments: {error}") from error
-    if (typed := unavailable(error)) is not None:
+    if (typed := unavailable(error) or foreign(error)) is not None:
         raise typed from error
     raise error

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from importlib.resources import files
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import msgspec
 
 from shared import keys
-from shared.errors import OverloadedError, ProtocolError
+from shared.errors import ForeignDataError, OverloadedError, ProtocolError
 from shared.jobs import (
     DeadLetter,
     JobView,
@@ -46,6 +46,10 @@ VIEW_FIELDS: Final = (
 #: Fields of a lane's stats that `parse_load` reads.
 LOAD_FIELDS: Final = ("queued_jobs", "queued_tokens", "running_jobs", "running_tokens")
 
+#: Of a 64-bit number, its sign included.
+_MAX_DIGITS: Final = 20
+
+_STATUSES: Final[dict[bytes, JobStatus]] = {status.encode(): status for status in get_args(JobStatus)}
 _PUBLICATIONS: Final = (Publication.FINE, Publication.CANCELLED, Publication.FENCED)
 
 
@@ -215,8 +219,8 @@ def renew(owner: str, job: Owned) -> Call:
 
 
 def parse_publication(answer: Any) -> Publication:
-    """Answer of `publish` and `renew`."""
-    return _PUBLICATIONS[answer]
+    """Answer of `publish` and `renew`, which may be an error that concerns this job alone."""
+    return Publication.BROKEN if isinstance(answer, ForeignDataError) else _PUBLICATIONS[answer]
 
 
 def release(owner: str, job: Owned) -> Call:
@@ -238,19 +242,12 @@ def cancel(job_id: JobId) -> Call:
 
 
 def bury(owner: str, job: Owned, error: ProtocolError) -> Call:
-    """Give up a job whose envelope does not decode."""
-    return _call(
-        "bury",
-        list(_job_keys(parse_id(job.job_id))),
-        [
-            job.job_id,
-            owner,
-            job.epoch,
-            "envelope does not decode",
-            "the job's envelope cannot be read by this version",
-            error.error_code or "protocol_error",
-        ],
-    )
+    """Give up a job whose envelope does not decode, or whose log cannot be written."""
+    reason, message = "envelope does not decode", "the job's envelope cannot be read by this version"
+    if isinstance(error, ForeignDataError):
+        reason, message = "its data is broken", "what the queue holds of the job is broken"
+    code = error.error_code or "protocol_error"
+    return _call("bury", list(_job_keys(parse_id(job.job_id))), [job.job_id, owner, job.epoch, reason, message, code])
 
 
 def forget(pool: str, lane: int, owner: str) -> Call:
@@ -283,9 +280,18 @@ def parse_id(text: str) -> JobId:
 
 
 def parse_status(data: bytes) -> JobStatus:
-    """A job's status as the hash has it."""
-    status: JobStatus = data.decode()  # type: ignore[assignment]
+    """A job's status as the hash has it. Raises ForeignDataError for a word that is none."""
+    status = _STATUSES.get(data)
+    if status is None:
+        raise ForeignDataError("a job has a status that this version does not know")
     return status
+
+
+def parse_frame(fields: dict[bytes, bytes]) -> bytes:
+    """The encoded frame of a log's entry. Raises ForeignDataError for an entry without one."""
+    if b"f" not in fields:
+        raise ForeignDataError("a log has an entry that is no frame")
+    return fields[b"f"]
 
 
 def agreement(card: Card) -> str:
@@ -294,25 +300,25 @@ def agreement(card: Card) -> str:
 
 
 def parse_load(values: Sequence[bytes | None]) -> LaneLoad:
-    """Counters as `LOAD_FIELDS` of a lane's stats."""
-    return LaneLoad(*(int(value or 0) for value in values))
+    """Counters as `LOAD_FIELDS` of a lane's stats. Raises ForeignDataError if they are no numbers."""
+    return LaneLoad(*(parse_number(value) for value in values))
 
 
 def parse_view(job_id: str, values: Sequence[bytes | None]) -> JobView:
-    """A job as `VIEW_FIELDS` of its hash. Raises ProtocolError if its envelope does not decode."""
+    """A job as `VIEW_FIELDS` of its hash. Raises ProtocolError if its envelope or a number does not decode."""
     status, envelope, epoch, attempts, seq, cancel, submitted, started, finished, deadline, result = values
     return JobView(
         id=job_id,
         status=parse_status(status or b""),
         envelope=decode(envelope or b"", Envelope),
-        epoch=int(epoch or 0),
-        attempts=int(attempts or 0),
-        last_seq=int(seq or 0),
+        epoch=parse_number(epoch),
+        attempts=parse_number(attempts),
+        last_seq=parse_number(seq),
         cancel_requested=cancel == b"1",
-        submitted_ms=int(submitted or 0) // 1000,
-        started_ms=int(started or 0) // 1000,
-        finished_ms=int(finished or 0) // 1000,
-        deadline_ms=int(deadline or 0),
+        submitted_ms=parse_number(submitted) // 1000,
+        started_ms=parse_number(started) // 1000,
+        finished_ms=parse_number(finished) // 1000,
+        deadline_ms=parse_number(deadline),
         result=result,
     )
 
@@ -329,6 +335,15 @@ def parse_dead_letter(entry: bytes, fields: dict[bytes, bytes]) -> DeadLetter:
         attempts=int(fields.get(b"attempts", b"0")),
         error=error,
     )
+
+
+def parse_number(value: bytes | None) -> int:
+    """A field that holds a number, 0 where there is none. Raises ForeignDataError for anything else."""
+    if not value:
+        return 0
+    if len(value) > _MAX_DIGITS or not value.removeprefix(b"-").isdigit():
+        raise ForeignDataError("Redis holds something else where a number should be")
+    return int(value)
 
 
 def _job_keys(job_id: JobId) -> tuple[str, str, str, str, str]:

@@ -35,13 +35,15 @@ local function count(state, class, bucket, jobs, tokens)
   redis.call('HINCRBY', stats, state .. '_tokens' .. place, tokens)
 end
 
--- The job's fields as a table, without envelope and result; nil if there is no such job.
+local IS_CLASS = { high = true, normal = true, batch = true }
+
+-- The job's fields as a table, without envelope and result; nil if there is no such job, or something else in its place.
 local function read_job(id)
   local key = PREFIX .. 'job:' .. id
-  local v = redis.call('HMGET', key, 'status', 'owner', 'epoch', 'attempts', 'stream', 'entry', 'cancel', 'class',
+  local v = redis.pcall('HMGET', key, 'status', 'owner', 'epoch', 'attempts', 'stream', 'entry', 'cancel', 'class',
     'bucket', 'cost', 'seqs', 'prompt', 'seq', 'callback', 'deaths', 'alone_deaths', 'alone', 'deadline_ms',
     'expires_ms', 'retention_ms', 'submitted_us')
-  if not (v[1] and v[5] and v[6] and v[8] and v[9]) then
+  if v.err or not (v[1] and v[5] and v[6] and IS_CLASS[v[8]] and tonumber(v[9]) and tonumber(v[19] or v[18])) then
     return nil
   end
   return {
@@ -72,25 +74,31 @@ local function close(job, status, result)
   end
 end
 
+local function add_frame(choices, frame)
+  for _, delta in ipairs(frame.choices or {}) do
+    local choice = choices[(delta.index or 0) + 1]
+    if choice then
+      for _, token in ipairs(delta.ids or {}) do
+        choice.token_ids[#choice.token_ids + 1] = token
+      end
+      choice.pieces[#choice.pieces + 1] = type(delta.text) == 'string' and delta.text or ''
+      choice.finish_reason = choice.finish_reason or delta.finish
+      choice.stop_reason = choice.stop_reason or delta.stop
+    end
+  end
+end
+
 -- One choice per sequence as far as it was published. Log probabilities stay in the log.
 local function published(job)
   local choices = {}
   for i = 1, job.seqs do
     choices[i] = { index = i - 1, token_ids = {}, pieces = {} }
   end
-  for _, entry in ipairs(redis.call('XRANGE', PREFIX .. 'ev:' .. job.id, '-', '+')) do
+  local log = redis.pcall('XRANGE', PREFIX .. 'ev:' .. job.id, '-', '+')
+  for _, entry in ipairs(log.err and {} or log) do
     local read, frame = pcall(cmsgpack.unpack, entry[2][2])
-    for _, delta in ipairs(read and type(frame) == 'table' and frame.choices or {}) do
-      local choice = choices[(delta.index or 0) + 1]
-      if choice then
-        for _, token in ipairs(delta.ids or {}) do
-          choice.token_ids[#choice.token_ids + 1] = token
-        end
-        choice.pieces[#choice.pieces + 1] = delta.text
-        choice.finish_reason = choice.finish_reason or delta.finish
-        choice.stop_reason = choice.stop_reason or delta.stop
-      end
-    end
+    -- pcall: a frame that somebody else wrote may be of any shape; what it says is left out.
+    pcall(add_frame, choices, read and type(frame) == 'table' and frame or {})
   end
   return choices
 end
@@ -118,7 +126,11 @@ local function end_here(job, status, failure)
     v = WIRE_VERSION, id = job.id, status = status, choices = choices, usage = usage, error = failure,
   })
   local log = PREFIX .. 'ev:' .. job.id
-  redis.call('XADD', log, int(seq) .. '-0', 'f', frame)
+  if redis.pcall('XADD', log, int(seq) .. '-0', 'f', frame).err then
+    -- What is there was not written here, so it is not the job's log.
+    redis.call('DEL', log)
+    redis.call('XADD', log, int(seq) .. '-0', 'f', frame)
+  end
   redis.call('PUBLISH', log, frame)
   redis.call('HSET', job.key, 'seq', seq, 'epoch', epoch, 'owner', '')
   close(job, status, result)

@@ -46,14 +46,12 @@ end
 
 local now = now_us()
 local now_ms = math.floor(now / 1000)
-local token = redis.call('GET', record)
-local granted = {}
-if token then
-  granted = cmsgpack.unpack(token)
-  token = table.remove(granted, 1)
-else
-  token = ''
+-- pcall: a record that does not read is as none, and is written anew below.
+local read, granted = pcall(cmsgpack.unpack, redis.call('GET', record) or '')
+if not read or type(granted) ~= 'table' then
+  granted = {}
 end
+local token = table.remove(granted, 1) or ''
 local jobs, ended, buried, reclaimed, alone_waiting, full, last_expiry = {}, {}, {}, 0, 0, false, 0
 
 local function answer_job(job)
