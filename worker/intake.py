@@ -11,7 +11,7 @@ import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
 from shared import keys
-from shared.errors import EngineError, ProtocolError
+from shared.errors import EngineError, ForeignDataError, ProtocolError
 from shared.jobs import PullBudget, Pulled
 from shared.jobstore import JobStore
 from worker.holdings import Admission, Holdings
@@ -26,6 +26,8 @@ _log = structlog.stdlib.get_logger("worker.intake")
 
 #: Jobs that a worker died with, of which this worker holds at most so many.
 _SUSPECTS = 4
+#: Seconds that a lane is left alone whose data is broken.
+_REST_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class Intake:
         self._homes: frozenset[int] = frozenset(range(config.lanes))
         self._hot: set[int] = set()
         self._blocked: set[int] = set()
+        self._rests: dict[int, float] = {}
         self._room_count = 0
         self._turn = 0
         self._all_at = 0.0
@@ -153,6 +156,10 @@ class Intake:
         except REDIS_TROUBLE:
             self._metrics.redis_errors.inc()
             return
+        except ForeignDataError:  # of one lane: pulling finds out which
+            self._metrics.redis_errors.inc()
+            self._hot.update(lanes)
+            return
         self._hot.update(
             lane
             for lane, load in zip(lanes, loads, strict=True)
@@ -169,6 +176,8 @@ class Intake:
             if self._stopping.is_set():
                 return
             self._hot.discard(lane)
+            if time.monotonic() < self._rests.get(lane, 0.0):
+                continue
             before = self._room_count
             budget = self._budget()
             if budget is None:
@@ -179,7 +188,14 @@ class Intake:
                 self._unblock()
 
     async def _look(self, lane: int, budget: PullBudget) -> None:
-        pulled = await self._pull(lane, budget)
+        try:
+            pulled = await self._pull(lane, budget)
+        except ForeignDataError as error:
+            # Somebody wrote into the lane's keys. That must not keep this worker from the other lanes.
+            self._metrics.redis_errors.inc()
+            _log.error("cannot pull from a lane, its data is broken", lane=lane, error=error.message)
+            self._rests[lane] = time.monotonic() + _REST_S
+            return
         if pulled is None:
             return
         for job_id, status in pulled.ended.items():
@@ -238,6 +254,8 @@ class Intake:
         except REDIS_TROUBLE:
             self._metrics.redis_errors.inc()
             return 1
+        except ForeignDataError:  # the next pull says so
+            return 0
 
     def _failed(self, state: RetryCallState) -> None:
         self._metrics.redis_errors.inc()

@@ -107,7 +107,8 @@ class LeaseKeeper(WatchedThread):
             return
         self._redis_answers = True
         for job, answer in zip(jobs, answers, strict=True):
-            if answer is Publication.FENCED and self._holdings.holds(job) and job.stage is not Stage.OVER:
+            lost = answer in (Publication.FENCED, Publication.BROKEN)
+            if lost and self._holdings.holds(job) and job.stage is not Stage.OVER:
                 _log.warning("lease lost", job_id=job.id, epoch=job.epoch)
                 self._on_end(job, Cause.FENCED)
             elif answer is Publication.CANCELLED:

@@ -16,7 +16,7 @@ import redis
 import structlog
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_random_exponential
 
-from shared.errors import ProtocolError, ServiceUnavailableError
+from shared.errors import ForeignDataError, ProtocolError, ServiceUnavailableError
 from shared.jobs import Owned, Publication, Publish
 from worker.holdings import Holdings
 from worker.job import Cause, Drop, Handover, HeldJob, Progress
@@ -39,6 +39,8 @@ class PublishStore(Protocol):
     def publish(self, items: list[Publish]) -> list[Publication]: ...
 
     def release(self, owner: str, job: Owned) -> bool: ...
+
+    def bury(self, owner: str, job: Owned, error: ProtocolError) -> bool: ...
 
 
 class _Close:
@@ -185,6 +187,9 @@ class Publisher(WatchedThread):
             self._hand_over(box)
             self._on_end(job, Cause.FENCED)
             return
+        if answer is Publication.BROKEN:
+            self._give_up_on(job)
+            return
         if answer is Publication.FENCED:
             self._metrics.fenced.inc()
             _log.warning("fenced", job_id=job.id, epoch=job.epoch)
@@ -200,8 +205,24 @@ class Publisher(WatchedThread):
             box.told = True
             self._on_end(job, Cause.CANCELLED)
 
+    def _give_up_on(self, job: HeldJob) -> None:
+        """End a job whose keys hold what cannot be read or written; the others must not wait for it."""
+        error = ForeignDataError("what Redis holds of the job is not what was written there")
+        _log.error("a job's data is broken, it is given up", job_id=job.id)
+        try:
+            if self._retry(lambda: self._store.bury(self._owner, job.owned, error)) is None:
+                return
+        except ProtocolError as too_broken:
+            _log.error("a job cannot even be buried", job_id=job.id, error=too_broken.message)
+        self._let_go(job)
+        self._on_end(job, Cause.FENCED)
+
     def _hand_over(self, box: Outbox) -> None:
-        released = self._retry(lambda: self._store.release(self._owner, box.job.owned))
+        try:
+            released = self._retry(lambda: self._store.release(self._owner, box.job.owned))
+        except ProtocolError as error:
+            _log.error("a job cannot be handed back", job_id=box.job.id, error=error.message)
+            released = False
         if released is None:
             return
         if released:

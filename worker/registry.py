@@ -12,7 +12,7 @@ import structlog
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from engine.request import ModelInfo
-from shared.errors import ConflictError
+from shared.errors import ConflictError, ProtocolError
 from shared.jobstore import JobStore
 from shared.protocol import Card, TokenizerBundle, WorkerInfo
 from worker.clock import RedisClock
@@ -120,7 +120,7 @@ class Registry:
             except ConflictError as error:
                 self._on_conflict(error)
                 return
-            except REDIS_TROUBLE as error:
+            except (*REDIS_TROUBLE, ProtocolError) as error:
                 self._failed(error)
 
     async def leave(self) -> None:
@@ -129,7 +129,12 @@ class Registry:
 
     async def _check_card(self) -> None:
         """Redis may have come back empty, or another model may have taken the empty pool over."""
-        card = await self._store.get_card(self._pool)
+        card: Card | None
+        try:
+            card = await self._store.get_card(self._pool)
+        except ProtocolError as error:
+            _log.error("the pool's card does not read", pool=self._pool, error=error.message)
+            card = None
         if card is None or card.digest != self._card.digest:
             await self._store.put_card(self._card, self._bundle)
             _log.warning("card written again", pool=self._pool)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import redis
 
 from engine.request import ChoiceDelta, RequestUsage, StepOutput
+from shared.errors import ProtocolError
 from shared.jobs import Owned, Publication, Publish
 from shared.keys import JobId
 from shared.protocol import Envelope, Frame, JobClass, decode
@@ -67,6 +68,8 @@ class FakeStore:
         self.frames: dict[str, list[Frame]] = {}
         self.endings: dict[str, str] = {}
         self.released: list[str] = []
+        self.buried: list[str] = []
+        self.too_broken = False
         self.calls: list[list[Publish]] = []
         self.script: list[Callable[[Sequence[Publish]], list[Publication] | None]] = []
         self.called = threading.Condition()
@@ -91,6 +94,12 @@ class FakeStore:
 
     def release(self, owner: str, job: Owned) -> bool:
         self.released.append(job.job_id)
+        return True
+
+    def bury(self, owner: str, job: Owned, error: ProtocolError) -> bool:
+        self.buried.append(job.job_id)
+        if self.too_broken:
+            raise error
         return True
 
     def renew(self, owner: str, jobs: Sequence[Owned]) -> list[Publication]:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from engine.request import Capacity
+from shared.errors import ForeignDataError
 from shared.jobs import LaneLoad, Lease, PullBudget, Pulled, PulledJob
 from shared.keys import CLASSES, home_lanes
 from tests.unit.worker.parts import held
@@ -24,6 +25,7 @@ class Lanes:
     def __init__(self) -> None:
         self.queued: dict[int, int] = {}
         self.alone: set[int] = set()
+        self.broken: set[int] = set()
         self.pulls: list[tuple[int, PullBudget]] = []
         self.news = asyncio.Condition()
 
@@ -31,6 +33,8 @@ class Lanes:
         async with self.news:
             self.pulls.append((lane, budget))
             self.news.notify_all()
+        if lane in self.broken:
+            raise ForeignDataError("m")
         if lane in self.alone and not budget.idle:
             return Pulled(alone_waiting=1)
         if not self.queued.get(lane):
@@ -40,6 +44,8 @@ class Lanes:
         return Pulled([PulledJob(envelope, 1, 1, 0, 2**50, 1.0, False, lane in self.alone)])
 
     async def lane_loads(self, pool: str, lanes: list[int]) -> list[LaneLoad]:
+        if self.broken:
+            raise ForeignDataError("m")
         return [LaneLoad(queued_jobs=self.queued.get(lane, 0)) for lane in lanes]
 
     async def lane_load(self, pool: str, lane: int) -> LaneLoad:
@@ -136,6 +142,21 @@ async def test_a_lost_wake_is_made_up_for_by_polling() -> None:
         s.lanes.queued = {6: 1}
         await s.lanes.until(lambda: bool(s.lanes.pulls))
         assert s.lanes.pulls[0][0] == 6
+
+
+async def test_a_lane_whose_data_is_broken_rests_and_keeps_no_other_waiting() -> None:
+    async with Setup(poll_s=0.01) as s:
+        s.lanes.broken.add(2)
+        s.lanes.queued |= {1: 1, 3: 1}
+        for lane in (2, 1, 3):
+            s.intake.wake(lane)
+        await s.lanes.until(lambda: {1, 2, 3} <= {lane for lane, _ in s.lanes.pulls})
+        s.lanes.queued[4] = 1  # found by polling, though not one lane's counters can be told
+        await s.lanes.until(lambda: 4 in {lane for lane, _ in s.lanes.pulls})
+        s.intake.wake(2)
+        s.lanes.queued[5] = 1
+        await s.lanes.until(lambda: s.lanes.queued[5] == 0)
+    assert [lane for lane, _ in s.lanes.pulls].count(2) == 1
 
 
 async def test_an_empty_lane_is_not_pulled_by_polling() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shared.errors import ProtocolError
+from shared.errors import ForeignDataError, ProtocolError
 from shared.jobs import Publication
 from tests.unit.worker.parts import FakeStore, away, delta, held, progress
 from worker.holdings import Holdings
@@ -167,6 +167,40 @@ def test_frames_that_redis_forgot_send_the_job_back_and_spare_the_others(setup: 
     assert setup.store.released == [lost.id]
     setup.publisher.close(5)
     assert setup.ids(good) == [2]
+
+
+@pytest.mark.parametrize("too_broken", [False, True])
+def test_a_job_whose_data_is_broken_is_buried_and_the_others_go_on(setup: Setup, too_broken: bool) -> None:
+    broken, good = setup.job(), setup.job()
+    setup.store.too_broken = too_broken
+
+    def answer(items):  # type: ignore[no-untyped-def]
+        rest = [item for item in items if item.job_id != broken.id]
+        setup.store.publish(rest)
+        return [Publication.BROKEN if item.job_id == broken.id else Publication.FINE for item in items]
+
+    gate = threading.Event()
+    setup.store.script = [lambda _: gate.wait(20) and None, answer]
+    setup.publisher.put([progress(good, delta(0, 0, 1))])
+    setup.store.wait_calls(1)
+    setup.publisher.put([progress(broken, delta(0, 0, 1)), progress(good, delta(0, 1, 2))])
+    gate.set()
+    assert setup.ended.wait(20) and setup.ends == [(broken, Cause.FENCED)]
+    setup.publisher.put([progress(broken, delta(0, 1, 5)), progress(good, delta(0, 2, 3))])
+    assert setup.publisher.close(5)
+    assert setup.store.buried == [broken.id] and setup.store.released == []
+    assert setup.ids(good) == [1, 2, 3] and not setup.holdings.holds(broken) and setup.publisher._backlog == 0
+
+
+def test_a_job_that_cannot_be_handed_back_does_not_end_the_thread(setup: Setup, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    def refuse(owner: str, job: object) -> bool:
+        raise ForeignDataError("m")
+
+    monkeypatch.setattr(setup.store, "release", refuse)
+    job, other = setup.job(), setup.job()
+    setup.publisher.put([Handover(job), progress(other, delta(0, 0, 1))])
+    assert setup.publisher.close(5)
+    assert setup.ids(other) == [1] and not setup.holdings.holds(job)
 
 
 def test_giving_up_leaves_jobs_to_their_leases() -> None:
