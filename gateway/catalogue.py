@@ -112,6 +112,8 @@ class Catalogue:
                 await self.refresh()
             except RopewayError as error:
                 log.warning("catalogue.refresh_failed", error=error.message)
+            except Exception:  # without this task models would never be seen to come and go
+                log.exception("catalogue.refresh_failed")
             await asyncio.sleep(REFRESH_S)
 
     async def _refresh_after_miss(self) -> None:
