@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.app import create_app
 from shared import logs
@@ -12,8 +13,34 @@ from shared.settings import GatewaySettings
 
 #: Seconds that SIGTERM leaves to open requests. Jobs go on; clients of streams come back to another gateway.
 SHUTDOWN_GRACE_S = 20
+#: Bytes of a request's line and headers.
+MAX_HEAD_BYTES = 64 * 1024
 #: Connections that wait to be accepted.
 BACKLOG = 2048
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """uvicorn's own, with a bound on a request's head: the parser has none, and slows down with each byte of a line."""
+
+    _head: int | None = 0  # bytes received of the head; None behind it
+
+    def data_received(self, data: bytes) -> None:
+        """Feed the parser, as long as the head is not too large."""
+        if self._head is not None:
+            self._head += len(data)
+        super().data_received(data)
+        if self._head is not None and self._head > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response("The request's headers are too large.")
+
+    def on_headers_complete(self) -> None:
+        """The body follows, which the application bounds."""
+        self._head = None
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The next request's head follows."""
+        self._head = 0
+        super().on_message_complete()
 
 
 def server(settings: GatewaySettings) -> uvicorn.Server:
@@ -26,7 +53,7 @@ def server(settings: GatewaySettings) -> uvicorn.Server:
             host=settings.host,
             port=settings.port,
             loop="uvloop",
-            http="httptools",
+            http=BoundedHttp,
             ws="none",
             lifespan="on",
             access_log=False,

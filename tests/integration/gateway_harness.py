@@ -13,6 +13,7 @@ import httpx
 import uvicorn
 
 from gateway.app import create_app
+from gateway.main import BoundedHttp
 from gateway.services import Services
 from shared import connect
 from shared.jobs import Ending, Lease, Publication, Publish, PullBudget, PulledJob
@@ -200,7 +201,7 @@ async def running(redis_url: str, **settings: Any) -> AsyncIterator[tuple[str, S
     """The application on uvicorn, on a free port."""
     app = create_app(GatewaySettings(redis_url=redis_url, **settings))
     config = uvicorn.Config(
-        app, port=0, http="httptools", loop="none", lifespan="on", log_config=None, access_log=False,
+        app, port=0, http=BoundedHttp, loop="none", lifespan="on", log_config=None, access_log=False,
         timeout_graceful_shutdown=5,
     )  # fmt: skip
     server = uvicorn.Server(config)

@@ -7,6 +7,7 @@ import gzip
 import json
 import logging
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -112,6 +113,31 @@ async def test_a_body_that_is_announced_too_large_is_not_waited_for(gateway: Gat
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n")
     async with asyncio.timeout(20):
         assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+    writer.close()
+
+
+@pytest.mark.parametrize("line", [b"x" * 1000, b"X-Header: y\r\n" * 100])
+async def test_heads_are_capped(gateway: Gateway, line: bytes) -> None:
+    reader, writer = await asyncio.open_connection(*gateway.url.removeprefix("http://").split(":"))
+    writer.write(b"GET /health HTTP/1.1\r\nX-First: " + line * 1000)
+    # It has no end, and yet the server does not wait for more.
+    async with asyncio.timeout(20):
+        with suppress(ConnectionError):
+            await writer.drain()
+            await reader.read()
+    writer.close()
+
+
+async def test_the_cap_is_on_each_head_and_not_on_a_connection(gateway: Gateway) -> None:
+    reader, writer = await asyncio.open_connection(*gateway.url.removeprefix("http://").split(":"))
+    body = json.dumps(completion("x", n=0)).encode()
+    lines = b"Host: x\r\nX: %b\r\nContent-Length: %d" % (b"y" * 30_000, len(body))
+    for _ in range(5):
+        writer.write(b"POST /v1/completions HTTP/1.1\r\n" + lines + b"\r\n\r\n" + body)
+        async with asyncio.timeout(20):
+            answer = await reader.readuntil(b"\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 400 ") and b"application/json" in answer
+            await reader.readexactly(int(answer.lower().partition(b"content-length:")[2].split()[0]))
     writer.close()
 
 
