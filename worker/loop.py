@@ -55,7 +55,9 @@ class EngineLoop(WatchedThread):
         super().__init__("engine", fatal)
         self.built: Future[ModelInfo] = Future()
         self.pulse = Pulse()
-        self._build, self._holdings, self._metrics, self._clock = build, holdings, metrics, clock
+        self._build, self._metrics, self._clock = build, metrics, clock
+        # Looked at when asked for: jobs leave the worker in other threads, also when this one has nothing to do.
+        metrics.held.set_function(lambda: len(holdings))
         self._inbox: queue.SimpleQueue[Admit | End | _Nudge | _Close] = queue.SimpleQueue()
         self._jobs: dict[str, HeldJob] = {}
         self._failures = 0
@@ -297,4 +299,3 @@ class EngineLoop(WatchedThread):
         """Let intake know what can be admitted now."""
         capacity = {name: self._engine.capacity(priority) for name, priority in PRIORITIES.items()}
         self._admission.update(capacity, arrived)
-        self._metrics.held.set(len(self._holdings))

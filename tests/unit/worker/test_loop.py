@@ -86,7 +86,8 @@ class Setup:
         self.admission = Admission(10**6)
         self.fatal: list[int] = []
         self.died = threading.Event()
-        self.loop = EngineLoop(lambda: self.engine, self.holdings, WorkerMetrics("m"), self.clock, self._fatal)
+        self.metrics = WorkerMetrics("m")
+        self.loop = EngineLoop(lambda: self.engine, self.holdings, self.metrics, self.clock, self._fatal)
         self.loop.start()
         self.loop.built.result(20)
         self.room = threading.Event()
@@ -118,6 +119,18 @@ def test_a_job_runs_to_its_end_and_there_is_room_again(setup: Setup) -> None:
     assert setup.sink.tokens(job) == 16 and setup.room.wait(20)
     setup.loop.close(10)
     assert setup.admission.budget() is not None and not setup.engine.has_work()
+
+
+def test_jobs_held_are_counted_as_they_are_now(setup: Setup) -> None:
+    def shown() -> float | None:
+        return setup.metrics.registry.get_sample_value("ropeway_num_jobs_held", {"model_name": "m"})
+
+    job = setup.admit(held())
+    setup.sink.wait(job)
+    setup.loop.close(10)
+    assert shown() == 1, "until Redis has accepted its end"
+    setup.holdings.remove(job)
+    assert shown() == 0
 
 
 @pytest.mark.parametrize(
