@@ -20,9 +20,12 @@ CONNECT_TIMEOUT_S: Final = 2.0
 #: A connection that was idle for longer is tried with a PING before it is used.
 HEALTH_CHECK_S: Final = 15
 MAX_CONNECTIONS: Final = 64
-#: Seconds to wait for a connection when all are in use.
-POOL_TIMEOUT_S: Final = 5.0
 RETRIES: Final = 3
+#: Seconds to wait for a connection when all are in use. Longer than a command may hold one, all its tries together: a
+#: burst waits its turn, and whether Redis is away is found out by those that have a connection.
+POOL_TIMEOUT_S: Final = 1.5 * (RETRIES + 1) * SOCKET_TIMEOUT_S
+#: What redis-py says when that is over. It has no class of its own.
+_NO_TURN: Final = "No connection available."
 
 #: What this module decides alone: payloads are bytes, and time-outs differ between commands and subscriptions. In a URL
 #: redis-py would take them as text, and over everything that is set here.
@@ -95,6 +98,8 @@ def unavailable(error: BaseException) -> ServiceUnavailableError | None:
     """What a client is told of an error that passes; None if the error is of another kind."""
     if not isinstance(error, _TRANSIENT) and not str(error).startswith(_TRANSIENT_CODES):
         return None
+    if str(error) == _NO_TURN:
+        return ServiceUnavailableError("too many commands wait for a connection to Redis", retry_after=RETRY_AFTER_S)
     reason = "refused the credentials" if isinstance(error, redis.AuthenticationError) else "is not available"
     return ServiceUnavailableError(f"Redis {reason}: {type(error).__name__}", retry_after=RETRY_AFTER_S)
 

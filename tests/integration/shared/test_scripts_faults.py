@@ -294,6 +294,17 @@ async def test_no_server_is_unavailable() -> None:
     await client.aclose()
 
 
+async def test_no_turn_is_told_from_no_server(redis_url: str) -> None:
+    client = connect(redis_url, max_connections=1, timeout=0.01, retry=Retry(NoBackoff(), 0))
+    taken = await client.connection_pool.get_connection()
+    with pytest.raises(ServiceUnavailableError, match="wait for a connection") as caught:
+        await JobStore(client).submit(envelope())
+    assert caught.value.retry_after
+    await client.connection_pool.release(taken)
+    await JobStore(client).submit(envelope())
+    await client.aclose()
+
+
 async def test_wrong_credentials_are_named(redis_url: str) -> None:
     client = connect(redis_url.replace("//", "//:secret@"), retry=Retry(NoBackoff(), 0))
     with pytest.raises(ServiceUnavailableError, match="refused the credentials") as caught:

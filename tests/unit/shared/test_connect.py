@@ -57,6 +57,8 @@ def test_clients_are_binary_finite_and_checked(url: str) -> None:
         assert settings.get("socket_keepalive", False) is not url.startswith("unix")
         connection = client.connection_pool.connection_class(**settings)
         assert connection.socket_timeout == settings["socket_timeout"]
+        held = (settings["retry"].get_retries() + 1) * settings["socket_timeout"]
+        assert client.connection_pool.timeout > held, "who waits gives up before those who hold a connection"
 
 
 def test_a_subscription_has_no_read_time_out() -> None:
