@@ -73,7 +73,7 @@ async def run_first_token(url: str, prompt: list[int], count: int) -> list[float
 
 
 def main(
-    quick: Annotated[bool, typer.Option(help="fewer runs, under a minute")] = False,
+    quick: Annotated[bool, typer.Option(help="one run")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures as one flat object")] = None,
     dtype: Annotated[str, typer.Option(help="dtype of weights and KV cache")] = "bfloat16",
 ) -> None:
@@ -81,7 +81,7 @@ def main(
     from engine.llm import LLM
     from shared.sampling import SamplingParams
 
-    runs, firsts = (2, 10) if quick else (5, 40)
+    runs, firsts = (1, 8) if quick else (5, 40)
     prompts = workload()
     llm = LLM(model="smollm2-135m-instruct", dtype=dtype, max_num_seqs=64, enable_prefix_caching=False)
     tokens = [{"prompt_token_ids": p} for p in prompts]

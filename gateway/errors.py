@@ -152,7 +152,7 @@ def install(app: FastAPI) -> None:
 
     async def frameworks(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        known = {404: ("not_found_error", "not_found"), 405: ("invalid_request_error", "method_not_allowed")}
+        known = {404: ("invalid_request_error", "not_found"), 405: ("invalid_request_error", "method_not_allowed")}
         kind, code = known.get(error.status_code, ("invalid_request_error", None))
         message = {404: "There is nothing under this path", 405: "This path does not take this method"}
         info = ErrorInfo(

@@ -73,7 +73,7 @@ class AuthenticationError(RopewayError):
     """No key, or a wrong one."""
 
     status = 401
-    type = "authentication_error"
+    type = "invalid_request_error"
     code = "invalid_api_key"
 
 
@@ -88,7 +88,7 @@ class NotFoundError(RopewayError):
     """Nothing under that name."""
 
     status = 404
-    type = "not_found_error"
+    type = "invalid_request_error"
     code = "not_found"
 
 

@@ -45,9 +45,9 @@ async def test_errors_have_one_form(gateway: Gateway) -> None:
     path = "/v1/chat/completions"
     assert_error(await http.post(path, content=b"{"), 400, "invalid_request_error")
     assert_error(await http.post(path, json={}), 400, "invalid_request_error")
-    assert_error(await http.post(path, json=chat() | {"model": "no"}), 404, "not_found_error", "model_not_found")
-    assert_error(await http.get("/v1/nothing"), 404, "not_found_error", "not_found")
-    assert_error(await http.get("/nothing"), 404, "not_found_error", "not_found")
+    assert_error(await http.post(path, json=chat() | {"model": "no"}), 404, "invalid_request_error", "model_not_found")
+    assert_error(await http.get("/v1/nothing"), 404, "invalid_request_error", "not_found")
+    assert_error(await http.get("/nothing"), 404, "invalid_request_error", "not_found")
     assert_error(await http.get(path), 405, "invalid_request_error", "method_not_allowed")
     assert_error(await http.delete("/v1/models"), 405, "invalid_request_error", "method_not_allowed")
     error = assert_error(
@@ -257,7 +257,7 @@ async def test_api_keys(valkey_url: str) -> None:
         for path, body in (("/v1/chat/completions", chat()), ("/v1/jobs", {"kind": "chat", "body": chat()})):
             for headers in ({}, {"Authorization": "Bearer k-three"}, {"Authorization": "k-one"}):
                 response = await http.post(path, json=body, headers=headers)
-                assert_error(response, 401, "authentication_error", "invalid_api_key")
+                assert_error(response, 401, "invalid_request_error", "invalid_api_key")
                 assert response.headers["www-authenticate"] == "Bearer"
                 assert "k-" not in response.text
         assert (await http.get("/v1/models")).status_code == 401

@@ -113,7 +113,7 @@ async def test_unknown_jobs_are_a_404(gateway: Gateway, job_id: str) -> None:
     for method, path in (("GET", ""), ("GET", "/events"), ("POST", "/cancel")):
         response = await gateway.http.request(method, f"/v1/jobs/{job_id}{path}")
         assert response.status_code == 404, path
-        assert response.json()["error"]["type"] == "not_found_error"
+        assert response.json()["error"]["type"] == "invalid_request_error"
 
 
 async def test_events_have_the_documented_shape(gateway: Gateway) -> None:
