@@ -60,6 +60,7 @@ async def _ask(layout: Layout, question: Question) -> None:
         out.print("[bold cyan]Answer[/]  ", end="")
         job = await _stream(client, model, question)
     out.print(_table(job))
+    err.print("Next: `ropeway serve` (or `make serve`), then `ropeway submit` in another terminal", markup=False)
 
 
 async def _stream(client: AsyncClient, model: str, question: Question) -> Job:

@@ -43,12 +43,15 @@ def is_secret(field: FieldInfo) -> bool:
     return field.annotation is SecretStr or SecretStr in typing.get_args(field.annotation)
 
 
-def with_settings(*classes: type[CommonSettings]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_settings(
+    *classes: type[CommonSettings], unset: Mapping[str, str] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command one option per setting of these classes; it gets those that were given as its first argument.
 
     Secrets and lists have no option, only their environment variable. A setting that two classes share is one option.
+    `unset` says by name what the command does without a setting, where that is not the setting's default.
     """
-    parameters = _parameters(classes)
+    parameters = _parameters(classes, unset or {})
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         _, *own = inspect.signature(command, eval_str=True).parameters.values()
@@ -91,7 +94,7 @@ def _explain(cls: type[CommonSettings], detail: Mapping[str, Any]) -> str:
     return f"{flag(name)} ({env_name(cls, name)}): {detail['msg']}{value}"
 
 
-def _parameters(classes: tuple[type[CommonSettings], ...]) -> dict[str, inspect.Parameter]:
+def _parameters(classes: tuple[type[CommonSettings], ...], unset: Mapping[str, str]) -> dict[str, inspect.Parameter]:
     found: dict[str, inspect.Parameter] = {}
     for cls in classes:
         for name, field in cls.model_fields.items():
@@ -99,17 +102,17 @@ def _parameters(classes: tuple[type[CommonSettings], ...]) -> dict[str, inspect.
             if kind is None or name in found:
                 continue
             panel = "Common" if name in CommonSettings.model_fields else cls.__name__.removesuffix("Settings")
-            found[name] = _parameter(name, field, kind, f"{panel} settings")
+            found[name] = _parameter(name, field, kind, f"{panel} settings", unset.get(name))
     return found
 
 
-def _parameter(name: str, field: FieldInfo, kind: Any, panel: str) -> inspect.Parameter:
+def _parameter(name: str, field: FieldInfo, kind: Any, panel: str, unset: str | None) -> inspect.Parameter:
     spelling = f"{flag(name)}/--no-{flag(name)[2:]}" if kind is bool else flag(name)
     option = typer.Option(
         spelling,
         *_ALIASES.get(name, []),
         help=field.description,
-        show_default=False if field.default is None else str(field.default),
+        show_default=unset or (False if field.default is None else str(field.default)),
         rich_help_panel=panel,
     )
     return inspect.Parameter(

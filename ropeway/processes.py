@@ -46,7 +46,7 @@ def worker_command(given: Given) -> None:
 
 
 @commands.command("serve")
-@with_settings(GatewaySettings, WorkerSettings)
+@with_settings(GatewaySettings, WorkerSettings, unset={"redis_url": "embedded"})
 def serve_command(
     given: Given,
     data_dir: Annotated[
@@ -69,7 +69,7 @@ def serve_command(
 
 
 @commands.command("demo")
-@with_settings(WorkerSettings)
+@with_settings(WorkerSettings, unset={"redis_url": "embedded"})
 def demo_command(
     given: Given,
     prompt: Annotated[str | None, typer.Option(help="What to ask; unset: a question about ropeways.")] = None,

@@ -42,7 +42,7 @@ def entries(cls: type[CommonSettings]) -> list[Entry]:
 
 
 def tables(processes: Mapping[str, Sequence[Entry]]) -> list[Table]:
-    """One table per process; values that differ from the default are set off."""
+    """One table per process; values that differ from the default are set off, and only there the default is shown."""
     made = []
     for process, rows in processes.items():
         table = Table(title=f"ropeway {process}", title_justify="left")
@@ -50,8 +50,9 @@ def tables(processes: Mapping[str, Sequence[Entry]]) -> list[Table]:
         for column in ("value", "default", "meaning"):
             table.add_column(column, overflow="fold")
         for row in rows:
-            style = None if row.value == row.default else "bold yellow"
-            cells = (row.env, _text(row.value), _text(row.default), row.description)
+            changed = row.value != row.default
+            style = "bold yellow" if changed else None
+            cells = (row.env, _text(row.value), _text(row.default) if changed else "", row.description)
             table.add_row(*(escape(cell) for cell in cells), style=style)
         made.append(table)
     return made

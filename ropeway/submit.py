@@ -33,12 +33,19 @@ def submit(order: Order) -> None:
         with Client(order.url, api_key=order.api_key) as client:
             _submit(client, order)
     except APIError as error:
-        field = f" ({error.param})" if error.param else ""
-        fail(f"{error}{field}")
+        fail(f"{error}{_named(error)}")
+    except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
+        fail(f"{order.url} is not the URL of a gateway, such as http://127.0.0.1:8000: {error}")
+    except httpx.ConnectError as error:
+        fail(f"cannot reach {order.url}: {error or type(error).__name__} (`ropeway serve` starts one, --url names one)")
     except httpx.TransportError as error:
         fail(f"cannot reach {order.url}: {error or type(error).__name__}")
-    except httpx.InvalidURL as error:
-        fail(f"{order.url} is not a URL: {error}")
+
+
+def _named(error: APIError) -> str:
+    """The field that is at fault, where the message does not begin with it."""
+    name = (error.param or "").removeprefix("body.")
+    return f" ({name})" if name and not str(error).startswith(f"{name}:") else ""
 
 
 def _submit(client: Client, order: Order) -> None:

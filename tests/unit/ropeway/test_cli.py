@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 import ropeway
 from ropeway import cli, options, processes
+from ropeway.client import APIError
 from ropeway.options import env_name, is_secret
 from shared.settings import CommonSettings, GatewaySettings, WorkerSettings
 
@@ -254,3 +255,47 @@ def test_a_missing_library_of_a_public_name_names_its_extra(monkeypatch: pytest.
 def test_an_unneeded_check_passes_and_a_needed_one_fails() -> None:
     processes._needs("json", "gateway")
     assert run("serve", "--port", "99999").exit_code == 2
+
+
+def test_config_shows_a_default_only_where_it_is_not_the_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("ROPEWAY_PORT", "9123")
+    rows = {
+        cells[1].strip(): cells
+        for line in run("config", "gateway").stdout.splitlines()
+        if (cells := line.split("│"))[1:]
+    }
+    assert [cell.strip() for cell in rows["ROPEWAY_PORT"][2:4]] == ["9123", "8000"]
+    assert [cell.strip() for cell in rows["ROPEWAY_HOST"][2:4]] == ["127.0.0.1", ""]
+
+
+@pytest.mark.parametrize(("command", "shown"), [("serve", "embedded"), ("demo", "embedded"), ("gateway", "6379")])
+def test_help_says_which_redis_is_taken_without_an_option(
+    command: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    (line,) = (line for line in run(command, "--help").stdout.splitlines() if "--redis-url" in line)
+    assert shown in line
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("localhost:8000", ["not the URL", "http://"]),
+        ("http://127.0.0.1:9", ["cannot reach", "ropeway serve", "--url"]),
+    ],
+)
+def test_a_gateway_that_is_not_there_comes_with_the_next_step(url: str, words: list[str]) -> None:
+    done = run("submit", "hi", "--url", url)
+    assert done.exit_code == 1 and len(done.stderr.splitlines()) == 1
+    assert all(word in done.stderr for word in words)
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "said"),
+    [("top_p: must be in (0, 1]", "body.top_p", ""), ("no such thing", "body.model", " (model)"), ("away", None, "")],
+)
+def test_a_field_at_fault_is_named_once(message: str, param: str | None, said: str) -> None:
+    from ropeway import submit
+
+    assert submit._named(APIError(message, param=param, status=400)) == said
