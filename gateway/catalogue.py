@@ -74,7 +74,7 @@ class Catalogue:
             await self._refresh_after_miss()
             pool = self._pools.get(model)
         if pool is None:
-            raise ModelNotFoundError("model: no model with this name is served here", param="model")
+            raise ModelNotFoundError("model: no model with this name is served here, see /v1/models", param="model")
         return pool
 
     async def refresh_if_empty(self) -> None:
