@@ -21,6 +21,7 @@ from gateway.preparation import Preparer
 from gateway.routes import chat, completions, health, jobs, models
 from gateway.services import Services
 from gateway.submission import Submitter
+from gateway.tasks import cancel_all
 from shared import connect
 from shared.jobs import LaneLimits, Lifetime
 from shared.jobstore import JobStore
@@ -87,7 +88,7 @@ async def _open(settings: GatewaySettings, metrics: GatewayMetrics, stack: Async
     stack.push_async_callback(submitter.close)
     catalogue = Catalogue(store, executor)
     refresher = asyncio.create_task(catalogue.run(), name="catalogue")
-    stack.push_async_callback(_stop, refresher)
+    stack.push_async_callback(cancel_all, [refresher])
     log.info("gateway.started", redis=connect.mask(settings.redis_url))
     return Services(
         settings=settings,
@@ -99,11 +100,6 @@ async def _open(settings: GatewaySettings, metrics: GatewayMetrics, stack: Async
         metrics=metrics,
         executor=executor,
     )
-
-
-async def _stop(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 def _version() -> str:

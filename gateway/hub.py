@@ -22,6 +22,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponen
 
 from gateway.following import Follower, Track
 from gateway.metrics import GatewayMetrics
+from gateway.tasks import cancel_all
 from shared.errors import OverloadedError, ServiceUnavailableError
 from shared.jobstore import JobStore
 
@@ -110,9 +111,7 @@ class Hub:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
 
     async def follow(self, job_ids: Iterable[str], after: int = 0) -> Follower:
         """Subscribe to jobs, and answer when the subscriptions stand: a job submitted from now on is heard whole.
