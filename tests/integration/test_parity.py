@@ -110,10 +110,9 @@ def test_transformers_generate_agrees(
     assert found[0, len(ids) :].tolist() == batched[0]
 
 
+@pytest.mark.timeout(1200)
 def test_alone_as_in_the_batch(prompts: list[dict[str, Any]], batched: list[list[int]]) -> None:
-    llm = engine(max_num_seqs=1)
-    for index in range(0, len(prompts), 3):
-        assert generate(llm, [prompts[index]]) == [batched[index]]
+    assert generate(engine(max_num_seqs=1), prompts) == batched
 
 
 def test_chunked_prefill(prompts: list[dict[str, Any]], batched: list[list[int]]) -> None:
