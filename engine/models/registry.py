@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -16,7 +17,7 @@ _MODULES = ("engine.models.llama",)
 _classes: dict[str, type[CausalLM]] = {}
 
 
-class CausalLM:
+class CausalLM(ABC):
     """A decoder whose weights are ready to run; base class of all models.
 
     Attributes:
@@ -29,6 +30,7 @@ class CausalLM:
     dtype: torch.dtype
     device: torch.device
 
+    @abstractmethod
     def __init__(
         self,
         config: ModelConfig,
@@ -37,9 +39,9 @@ class CausalLM:
         device: torch.device,
         dtype: torch.dtype,
         max_positions: int,
-    ) -> None:
-        raise NotImplementedError
+    ) -> None: ...
 
+    @abstractmethod
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor, batch: AttentionBatch
     ) -> torch.Tensor:
@@ -54,11 +56,10 @@ class CausalLM:
         Returns:
             [tokens, hidden], normalised.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocab] in the model's dtype."""
-        raise NotImplementedError
 
 
 Model = TypeVar("Model", bound=type[CausalLM])
