@@ -19,6 +19,8 @@ class SchedulerConfig:
         max_num_batched_tokens: most tokens in one forward pass; at least `max_num_seqs`, since every running sequence
             decodes one in each step.
         max_model_len: context in tokens, prompt and output.
+        long_prefill_token_threshold: most prompt tokens of one sequence in a pass that also decodes, so that running
+            streams do not wait for a whole long prompt; 0: no such bound.
         enable_prefix_caching: reuse the blocks of equal prefixes.
         watermark: share of the pool that an admission leaves free while others run.
         lookahead: waiting sequences that are tried behind one that does not fit.
@@ -32,6 +34,7 @@ class SchedulerConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_model_len: int = 2048
+    long_prefill_token_threshold: int = 0
     enable_prefix_caching: bool = True
     watermark: float = 0.01
     lookahead: int = 8
@@ -50,8 +53,9 @@ class SchedulerConfig:
             raise ValueError(f"max_model_len must be at least 2, not {self.max_model_len}")
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), not {self.watermark}")
-        if min(self.lookahead, self.max_bypasses, self.output_reserve) < 0:
-            raise ValueError("lookahead, max_bypasses and output_reserve must not be negative")
+        for name in ("long_prefill_token_threshold", "lookahead", "max_bypasses", "output_reserve"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +70,13 @@ class EngineConfig:
         max_model_len: context in tokens; None: the model's own.
         max_num_seqs: most sequences in a batch.
         max_num_batched_tokens: token budget of a step.
+        long_prefill_token_threshold: see `SchedulerConfig`; None: what suits the device.
         block_size: tokens per KV block.
         num_blocks: blocks of the KV cache; wins over `kv_cache_memory_mb`.
         kv_cache_memory_mb: memory of the KV cache in MiB; None: 1024 on a CPU, 85 % of what is free on a GPU. Never
             more than `max_num_seqs` sequences of `max_model_len` tokens could fill.
         enable_prefix_caching: reuse the blocks of equal prefixes.
+        deterministic: results do not depend, bit for bit, on batch, chunking, prefix hits and preemption.
         threads: torch threads; None leaves torch's setting.
         cache_dir: folder for converted tokenizers; None: the user's cache folder.
 
@@ -85,10 +91,12 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
+    long_prefill_token_threshold: int | None = None
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_memory_mb: int | None = None
     enable_prefix_caching: bool = True
+    deterministic: bool = False
     threads: int | None = None
     cache_dir: Path | None = None
 

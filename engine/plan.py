@@ -15,13 +15,15 @@ class Span:
     """Tokens of one sequence that this step computes: `tokens[start : start + count]`.
 
     `sample` is set where the last of them is the sequence's last known token, so that its logits give the next one.
-    The blocks of positions 0 to `start + count - 1` are in the sequence's block table.
+    The blocks of positions 0 to `start + count - 1` are in the sequence's block table. `scored` are positions of the
+    span whose logits give the log probability of the token behind them, which is one of the prompt's.
     """
 
     sequence: Sequence
     start: int
     count: int
     sample: bool
+    scored: range = range(0)
 
 
 @dataclass(slots=True)
@@ -43,14 +45,18 @@ class StepPlan:
 
 @dataclass(slots=True)
 class Sampled:
-    """The next token of one span, or why there is none.
+    """What one span gave, or why it failed.
 
-    `logprob` is set where the sequence's params ask for it; token bytes are filled in by the engine.
+    Attributes:
+        token_id: the next token; None where the span does not sample.
+        logprob: where the sequence's params ask for it. Token bytes are filled in by the engine, here and below.
+        prompt_logprobs: one entry per position of the span's `scored`.
     """
 
-    token_id: int
+    token_id: int | None
     logprob: LogprobEntry | None = None
     error: RopewayError | None = None
+    prompt_logprobs: list[LogprobEntry] = field(default_factory=list)
 
 
 class Runner(Protocol):
@@ -64,7 +70,7 @@ class Runner(Protocol):
         """Whether sequences of this adapter can be computed."""
 
     def execute(self, plan: StepPlan) -> list[Sampled | None]:
-        """Run one pass. One answer per span, None where `sample` is not set.
+        """Run one pass. One answer per span, None where neither `sample` nor `scored` is set.
 
         A row whose logits are not finite has its own `error` (EngineError); the other rows are unaffected. Writing the
         same positions twice gives the same cache, so a failed pass may be run again in parts.

@@ -58,6 +58,7 @@ class EngineRequest:
         adapter: adapter identity (hash of content), None for the base model.
         cache_salt: mixed into the prefix cache's keys.
         resume: choices that were under way elsewhere; empty for a fresh request.
+        prompt_logprobs_done: entries of the prompt's log probabilities that were published elsewhere.
     """
 
     id: str
@@ -67,6 +68,7 @@ class EngineRequest:
     adapter: str | None = None
     cache_salt: str | None = None
     resume: list[ResumedChoice] = field(default_factory=list)
+    prompt_logprobs_done: int = 0
 
 
 @dataclass(slots=True)
@@ -109,12 +111,15 @@ class StepOutput:
         started: this step is the first to compute anything for the request.
         choices: deltas; a choice without news is absent.
         finished: the request is over and its blocks are free; usage is final.
+        prompt_logprobs: new entries of the prompt, in order: the first of all is of its second token, since nothing is
+            known of the first. All have come before any choice has a token.
         error: why it failed; then `finished` is set and no choice carries `stop` or `length` for it.
         blocks: most KV blocks it held at once; preemptions: how often it gave them back.
     """
 
     request_id: str
     choices: list[ChoiceDelta] = field(default_factory=list)
+    prompt_logprobs: list[LogprobEntry] = field(default_factory=list)
     started: bool = False
     finished: bool = False
     usage: RequestUsage = field(default_factory=RequestUsage)

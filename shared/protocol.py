@@ -159,6 +159,7 @@ class Frame(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One event of a job. `seq` starts at 1 and has no holes; `done` and `error` are last.
 
     Attributes:
+        prompt_logprobs: of the prompt, from its second token on; each frame goes on behind those before it.
         status: final status, in the last frame only.
         usage: in the last frame.
         error: in an `error` frame.
@@ -169,6 +170,7 @@ class Frame(msgspec.Struct, kw_only=True, omit_defaults=True):
     epoch: int
     kind: FrameKind
     choices: list[ChoiceFrame] = []
+    prompt_logprobs: list[TokenLogprob] = []
     status: JobStatus | None = None
     usage: Usage | None = None
     timings: Timings | None = None
@@ -192,12 +194,16 @@ class ChoiceResult(msgspec.Struct, kw_only=True):
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """A job's outcome as it is stored with the job. `choices` holds what was published, also after an error."""
+    """A job's outcome as it is stored with the job. `choices` holds what was published, also after an error.
+
+    `prompt_logprobs` holds one entry per token of the prompt from its second on; None where not asked for.
+    """
 
     v: int = WIRE_VERSION
     id: str
     status: JobStatus
     choices: list[ChoiceResult] = []
+    prompt_logprobs: list[TokenLogprob] | None = None
     usage: Usage = Usage()
     timings: Timings = Timings()
     error: ErrorInfo | None = None

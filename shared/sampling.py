@@ -27,6 +27,9 @@ SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=False):
     """How one request is sampled. Names and defaults are vLLM's.
 
+    `top_logprobs` is another name of `logprobs`. `truncate_prompt_tokens` of -1 keeps what fits. Unless it is set,
+    `skip_reading_prefix_cache` is what `prompt_logprobs` asks for.
+
     Raises:
         InvalidRequestError: a value out of bounds; `param` names it. (Decoded from the wire, msgspec turns it into
             its ValidationError.)
@@ -56,10 +59,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=False):
     truncate_prompt_tokens: int | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    skip_reading_prefix_cache: bool | None = None
+    top_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             self.stop = [self.stop]
+        self._merge_logprobs()
         self._check_counts()
         self._check_distribution()
         self._check_lists()
@@ -68,6 +74,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=False):
     def greedy(self) -> bool:
         """True where the arg-max is taken: no draw, no seed."""
         return self.temperature < SAMPLING_EPS
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether blocks of earlier requests may be taken; never where the prompt's own logits are asked for."""
+        return not self.skip_reading_prefix_cache and self.prompt_logprobs is None
 
     @property
     def stop_strings(self) -> list[str]:
@@ -94,6 +105,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=False):
         if self.logprobs is not None and self.logprobs > vocab_size:
             raise InvalidRequestError(f"logprobs: {self.logprobs} is more than the vocabulary", param="logprobs")
 
+    def _merge_logprobs(self) -> None:
+        if self.top_logprobs is None:
+            return
+        _integer("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS)
+        if self.logprobs not in (None, self.top_logprobs):
+            raise InvalidRequestError("top_logprobs: is another name of logprobs, which differs", param="top_logprobs")
+        self.logprobs, self.top_logprobs = self.top_logprobs, None
+
     def _check_counts(self) -> None:
         _integer("n", self.n, 1, MAX_N)
         _integer("top_k", self.top_k, -1, MAX_TOKEN_ID)
@@ -110,7 +129,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=False):
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
             _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-        if self.truncate_prompt_tokens is not None:
+        if self.truncate_prompt_tokens not in (None, -1):
             _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_TOKEN_ID)
         if self.n > 1 and self.greedy:
             raise InvalidRequestError(

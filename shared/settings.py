@@ -58,10 +58,16 @@ class WorkerSettings(CommonSettings):
     max_model_len: int | None = Field(None, ge=1, description="context in tokens; unset: the model's own")
     max_num_seqs: int = Field(64, ge=1, description="most sequences in a batch")
     max_num_batched_tokens: int = Field(1024, ge=16, description="token budget of a step")
+    long_prefill_token_threshold: int | None = Field(
+        None,
+        ge=0,
+        description="most prompt tokens of one job in a step that also decodes; unset: what suits the device",
+    )
     block_size: int = Field(16, ge=1, description="tokens per KV block")
     kv_cache_memory_mb: int | None = Field(None, ge=1, description="memory of the KV cache; unset: 1024 on CPU")
     num_blocks: int | None = Field(None, ge=1, description="blocks of the KV cache; wins over kv_cache_memory_mb")
     enable_prefix_caching: bool = Field(True, description="find full blocks again by hash")
+    deterministic: bool = Field(False, description="results do not depend on the batch, bit for bit; slower")
     threads: int | None = Field(None, ge=1, description="torch threads; unset: the CPUs of this process")
     lease_s: float = Field(15.0, gt=0.1, description="seconds that a job may go unseen before another worker takes it")
     max_attempts: int = Field(3, ge=1, description="tries before a job is buried")

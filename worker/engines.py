@@ -49,10 +49,12 @@ def _build_model(settings: WorkerSettings) -> EngineProtocol:
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
+            long_prefill_token_threshold=settings.long_prefill_token_threshold,
             block_size=settings.block_size,
             num_blocks=settings.num_blocks,
             kv_cache_memory_mb=settings.kv_cache_memory_mb,
             enable_prefix_caching=settings.enable_prefix_caching,
+            deterministic=settings.deterministic,
             threads=settings.threads,
             cache_dir=settings.cache_dir,
         )
