@@ -32,9 +32,12 @@ _SAME = (
     "spaces_between_special_tokens",
     "bad_words",
     "allowed_token_ids",
+    "skip_reading_prefix_cache",
 )
 #: What a model's generation config may set; the first four are what vLLM takes from it too.
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+#: Fields that win over those whose values they stand for.
+_OTHER_NAMES = {"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs"}
 _TOKEN_ID = re.compile(r"\d{1,10}\Z", re.ASCII)
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -48,7 +51,7 @@ def sampling_params(request: GenerationRequest, card: Card) -> SamplingParams:
     values: dict[str, Any] = dict(model_defaults(card.sampling_defaults))
     values |= {name: v for name in _SAME if (v := getattr(request, name)) is not None}
     values["max_tokens"] = asked_tokens(request)
-    values["logprobs"] = _logprobs(request)
+    values |= _logprobs(request)
     if request.logit_bias:
         values["logit_bias"] = _logit_bias(request.logit_bias)
     if request.stop == []:
@@ -95,11 +98,11 @@ def check_choices(request: GenerationRequest, prompts: int, most: int) -> None:
         )
 
 
-def _logprobs(request: GenerationRequest) -> int | None:
+def _logprobs(request: GenerationRequest) -> dict[str, int | None]:
     if isinstance(request, ChatCompletionRequest):
-        return (request.top_logprobs or 0) if request.logprobs else None
+        return {"logprobs": (request.top_logprobs or 0) if request.logprobs else None}
     assert isinstance(request, CompletionRequest)
-    return request.logprobs
+    return {"logprobs": request.logprobs, "top_logprobs": request.top_logprobs}
 
 
 def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
@@ -114,13 +117,9 @@ def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
 
 def _renamed(error: InvalidRequestError, request: GenerationRequest) -> InvalidRequestError:
     """The error under the name that the client used."""
-    if not isinstance(request, ChatCompletionRequest):
+    if error.param not in _OTHER_NAMES:
         return error
-    name = error.param
-    if name == "max_tokens" and request.max_completion_tokens is not None:
-        name = "max_completion_tokens"
-    elif name == "logprobs":
-        name = "top_logprobs"
-    if name == error.param or error.param is None:
+    name = _OTHER_NAMES[error.param]
+    if getattr(request, name, None) is None:
         return error
-    return type(error)(error.message.replace(error.param, str(name), 1), param=name, code=error.error_code)
+    return type(error)(error.message.replace(error.param, name, 1), param=name, code=error.error_code)

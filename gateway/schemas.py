@@ -130,6 +130,7 @@ class GenerationRequest(BaseModel):
     allowed_token_ids: list[int] | None = None
     truncate_prompt_tokens: int | None = Field(None, description="keep the last so many tokens; -1: what fits")
     add_special_tokens: bool | None = Field(None, description="by default true for completions, false for chat")
+    skip_reading_prefix_cache: bool | None = Field(None, description="compute the whole prompt anew")
     prompt_cache_key: str | None = Field(None, max_length=256, description="requests of one key share a lane")
     cache_salt: str | None = Field(None, min_length=1, max_length=256, description="separates prefix caches")
     priority: int | None = Field(None, description="below 0 is the class `high`, above it `batch`")
@@ -165,6 +166,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: str | list[Any] = Field(description="string, list of strings, list of token ids, or list of such lists")
     logprobs: int | None = Field(None, description="0 to 20")
+    top_logprobs: int | None = Field(None, description="another name of `logprobs`")
     echo: bool | None = Field(None, description="put the prompt in front of each choice; not with `logprobs`")
     best_of: int | None = Field(None, description="only the value of `n`")
 

@@ -27,8 +27,8 @@ SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=False):
     """How one request is sampled. Names and defaults are vLLM's.
 
-    `top_logprobs` is another name of `logprobs`. `truncate_prompt_tokens` of -1 keeps what fits. Unless it is set,
-    `skip_reading_prefix_cache` is what `prompt_logprobs` asks for.
+    `top_logprobs` is another name of `logprobs`. `truncate_prompt_tokens` of -1 keeps what fits. A request with
+    `prompt_logprobs` never reads the prefix cache, whatever `skip_reading_prefix_cache` says.
 
     Raises:
         InvalidRequestError: a value out of bounds; `param` names it. (Decoded from the wire, msgspec turns it into
@@ -76,11 +76,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=False):
         return self.temperature < SAMPLING_EPS
 
     @property
-    def reads_prefix_cache(self) -> bool:
-        """Whether blocks of earlier requests may be taken; never where the prompt's own logits are asked for."""
-        return not self.skip_reading_prefix_cache and self.prompt_logprobs is None
-
-    @property
     def stop_strings(self) -> list[str]:
         """`stop` as a list, never None."""
         return list(self.stop) if self.stop else []
@@ -102,8 +97,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=False):
                     raise InvalidRequestError(
                         f"{name}: token id {token} is not in the vocabulary of {vocab_size} ids", param=name
                     )
-        if self.logprobs is not None and self.logprobs > vocab_size:
-            raise InvalidRequestError(f"logprobs: {self.logprobs} is more than the vocabulary", param="logprobs")
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None and count > vocab_size:
+                raise InvalidRequestError(
+                    f"{name}: {count} is more than the vocabulary of {vocab_size} ids", param=name
+                )
 
     def _merge_logprobs(self) -> None:
         if self.top_logprobs is None:
@@ -129,8 +127,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=False):
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
             _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-        if self.truncate_prompt_tokens not in (None, -1):
-            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_TOKEN_ID)
+        if self.truncate_prompt_tokens is not None:
+            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_TOKEN_ID)
+            if self.truncate_prompt_tokens == 0:
+                raise InvalidRequestError(
+                    "truncate_prompt_tokens: must be -1 or at least 1", param="truncate_prompt_tokens"
+                )
         if self.n > 1 and self.greedy:
             raise InvalidRequestError(
                 "n: must be 1 when temperature is 0, since every choice would be the same", param="n"

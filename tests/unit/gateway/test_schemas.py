@@ -218,6 +218,7 @@ def test_every_sampling_field_goes_over() -> None:
         "temperature": 0.5, "top_p": 0.8, "top_k": 3, "min_p": 0.1, "presence_penalty": 1.0, "frequency_penalty": -1.0,
         "repetition_penalty": 1.2, "n": 2, "stop": ["a", "b"], "seed": -5, "min_tokens": 1, "stop_token_ids": [4],
         "include_stop_str_in_output": True, "ignore_eos": True, "skip_special_tokens": False,
+        "skip_reading_prefix_cache": True,
         "spaces_between_special_tokens": False, "bad_words": ["x"], "allowed_token_ids": [1, 2],
         "max_tokens": 9,
     }  # fmt: skip
@@ -236,6 +237,21 @@ def test_chat_logprobs_are_a_switch_and_a_number() -> None:
     assert sampling_params(parse(ChatCompletionRequest, chat()), card()).logprobs is None
     assert sampling_params(parse(ChatCompletionRequest, chat(logprobs=True)), card()).logprobs == 0
     assert sampling_params(parse(ChatCompletionRequest, chat(logprobs=True, top_logprobs=4)), card()).logprobs == 4
+
+
+def test_top_logprobs_is_another_name_on_completions() -> None:
+    for more in ({"top_logprobs": 4}, {"logprobs": 4}, {"logprobs": 4, "top_logprobs": 4}):
+        assert sampling_params(parse(CompletionRequest, completion(**more)), card()).logprobs == 4
+    for more, pool in (
+        ({"top_logprobs": 21}, card()),
+        ({"top_logprobs": -1}, card()),
+        ({"logprobs": 1, "top_logprobs": 2}, card()),
+        ({"top_logprobs": 5}, card(vocab_size=4)),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            sampling_params(parse(CompletionRequest, completion(**more)), pool)
+        assert caught.value.param == "top_logprobs"
+        assert caught.value.message.startswith("top_logprobs")
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,11 @@ SAMPLING = st.builds(
     detokenize=st.just(True),
     skip_special_tokens=st.booleans(),
     spaces_between_special_tokens=st.booleans(),
-    truncate_prompt_tokens=st.none() | st.integers(1, 100),
+    truncate_prompt_tokens=st.none() | st.just(-1) | st.integers(1, 100),
     logit_bias=st.none() | st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100), max_size=4),
     allowed_token_ids=st.none() | st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=4),
+    skip_reading_prefix_cache=st.booleans(),
+    top_logprobs=st.none(),
 )
 ENVELOPE = st.builds(
     Envelope,
@@ -81,12 +83,13 @@ ERROR = st.builds(
 USAGE = st.builds(Usage, prompt_tokens=COUNT, completion_tokens=COUNT, cached_tokens=COUNT)
 TIMINGS = st.builds(Timings, queue_ms=FINITE, first_token_ms=FINITE, run_ms=FINITE, blocks=COUNT, preemptions=COUNT)
 TOP = st.builds(TopLogprob, id=COUNT, logprob=FINITE, rank=COUNT, token=st.binary(max_size=6))
-LOGPROBS = st.none() | st.lists(
+ENTRIES = st.lists(
     st.builds(
         TokenLogprob, id=COUNT, logprob=FINITE, rank=COUNT, token=st.binary(max_size=6), top=st.lists(TOP, max_size=2)
     ),
     max_size=3,
 )
+LOGPROBS = st.none() | ENTRIES
 STOP = st.none() | TEXT | st.integers(0, 2**31 - 1)
 FRAME = st.builds(
     Frame,
@@ -97,7 +100,8 @@ FRAME = st.builds(
                   stop=STOP),
         max_size=3,
     ),
-    status=st.none() | STATUS, usage=st.none() | USAGE, timings=st.none() | TIMINGS, error=st.none() | ERROR,
+    prompt_logprobs=ENTRIES, status=st.none() | STATUS, usage=st.none() | USAGE, timings=st.none() | TIMINGS,
+    error=st.none() | ERROR,
 )  # fmt: skip
 RESULT = st.builds(
     Result,
@@ -107,7 +111,7 @@ RESULT = st.builds(
                   stop_reason=STOP),
         max_size=3,
     ),
-    usage=USAGE, timings=TIMINGS, error=st.none() | ERROR,
+    prompt_logprobs=LOGPROBS, usage=USAGE, timings=TIMINGS, error=st.none() | ERROR,
 )  # fmt: skip
 CARD = st.builds(
     Card, pool=TEXT, digest=TEXT, lanes=COUNT, max_model_len=COUNT, vocab_size=COUNT, eos_token_ids=TOKENS,

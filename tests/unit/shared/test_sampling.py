@@ -35,7 +35,8 @@ def test_defaults_are_vllms() -> None:
         ("min_tokens", [-1, 17]),
         ("logprobs", [-1, 21]),
         ("prompt_logprobs", [-1, 21]),
-        ("truncate_prompt_tokens", [0, -1]),
+        ("truncate_prompt_tokens", [0, -2, 2**31, -1.0, True]),
+        ("top_logprobs", [-1, 21, True]),
         ("stop", [[""], "", ["a"] * 17, ["x" * 1025], [5]]),
         ("stop_token_ids", [[-1], [2**31], ["a"], [1] * 129]),
         ("bad_words", [[""], ["x"] * 129]),
@@ -61,6 +62,8 @@ def test_out_of_bounds_names_the_field(field: str, values: list[Any]) -> None:
         ("seed", [None, 0, -(2**63), 2**63 - 1]),
         ("max_tokens", [None, 1, 2**31 - 1]),
         ("logprobs", [None, 0, 20]),
+        ("prompt_logprobs", [None, 0, 20]),
+        ("truncate_prompt_tokens", [None, -1, 1, 2**31 - 1]),
         ("logit_bias", [None, {}, {0: -100.0, 5: 100}]),
         ("stop", [None, [], "a", ["a", "b"]]),
     ],
@@ -68,6 +71,15 @@ def test_out_of_bounds_names_the_field(field: str, values: list[Any]) -> None:
 def test_the_bounds_themselves_are_allowed(field: str, values: list[Any]) -> None:
     for value in values:
         SamplingParams(**{field: value})
+
+
+def test_top_logprobs_is_another_name_of_logprobs() -> None:
+    for given in ({"top_logprobs": 3}, {"logprobs": 3}, {"logprobs": 3, "top_logprobs": 3}):
+        params = SamplingParams(**given)
+        assert (params.logprobs, params.top_logprobs) == (3, None)
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(logprobs=2, top_logprobs=3)
+    assert caught.value.param == "top_logprobs"
 
 
 def test_stop_is_a_list_afterwards() -> None:
@@ -106,7 +118,9 @@ def test_ids_outside_the_vocabulary_are_named(field: str) -> None:
     assert caught.value.param == field
 
 
-def test_more_logprobs_than_the_vocabulary() -> None:
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_more_logprobs_than_the_vocabulary(field: str) -> None:
+    SamplingParams(**{field: 4}).check_vocabulary(4)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError) as caught:
-        SamplingParams(logprobs=5).check_vocabulary(4)
-    assert caught.value.param == "logprobs"
+        SamplingParams(**{field: 5}).check_vocabulary(4)  # type: ignore[arg-type]
+    assert caught.value.param == field
