@@ -9,6 +9,14 @@ from engine.stopping import StopMatcher
 from shared.errors import EngineError, InvalidRequestError
 
 
+def spelled(entry: LogprobEntry, detokenizer: Detokenizer) -> LogprobEntry:
+    """The same entry, with the bytes of its tokens filled in."""
+    spell = detokenizer.token_bytes
+    entry.token = spell(entry.token_id)
+    entry.top = [(token_id, logprob, rank, spell(token_id)) for token_id, logprob, rank, _ in entry.top]
+    return entry
+
+
 class ChoiceWriter:
     """Appends sampled ids to a sequence and says what each of them adds to its choice.
 
@@ -61,7 +69,7 @@ class ChoiceWriter:
         if self._sequence.params.logprobs is not None:
             if logprob is None:
                 raise EngineError("the sampler gave no log probability")
-            logprobs = [self._spell(logprob)]
+            logprobs = [spelled(logprob, self._detokenizer)]
         text = self._unpublished(self._accept(token_id))
         offset, self._published = self._published, self._published + 1
         return ChoiceDelta(
@@ -145,10 +153,3 @@ class ChoiceWriter:
             self._surplus -= dropped
             text = text[dropped:]
         return text
-
-    def _spell(self, entry: LogprobEntry) -> LogprobEntry:
-        """Fill in the bytes of the entry's tokens."""
-        spell = self._detokenizer.token_bytes
-        entry.token = spell(entry.token_id)
-        entry.top = [(token_id, logprob, rank, spell(token_id)) for token_id, logprob, rank, _ in entry.top]
-        return entry

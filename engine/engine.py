@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tokenizers import Tokenizer
 
 from engine.block_pool import BlockPool
-from engine.choice import ChoiceWriter
+from engine.choice import ChoiceWriter, spelled
 from engine.config import SchedulerConfig
 from engine.detokenizer import Detokenizer
 from engine.plan import Runner, Sampled, Span, StepPlan
@@ -25,7 +25,13 @@ from engine.request import (
 )
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceState
-from engine.validation import check_adapter, checked_length, checked_prompt, checked_resume
+from engine.validation import (
+    check_adapter,
+    checked_length,
+    checked_prompt,
+    checked_prompt_logprobs,
+    checked_resume,
+)
 from shared.errors import EngineError, InvalidRequestError, RopewayError
 
 logger = logging.getLogger(__name__)
@@ -69,20 +75,18 @@ class Engine:
 
         Raises:
             ContextLengthExceededError: too long for the context or for the whole KV cache.
-            UnsupportedParameterError: `prompt_logprobs` is set, or an adapter that the runner does not have.
+            UnsupportedParameterError: an adapter that the runner does not have.
             InvalidRequestError: anything else that can never be served; nothing is kept of the request.
         """
         if request.id in self._live:
             raise InvalidRequestError(f"request {request.id} is already live")
         check_adapter(request, self._runner.has_adapter)
-        prompt = checked_prompt(request, self._runner.vocab_size)
+        context = min(self._config.max_model_len, self._info.max_model_len)
+        kv_tokens = self._pool.num_blocks * self._pool.block_size
+        prompt = checked_prompt(request, self._runner.vocab_size, min(context, kv_tokens))
         resumed = checked_resume(request, self._runner.vocab_size)
-        max_len = checked_length(
-            len(prompt),
-            request.params.max_tokens,
-            context=min(self._config.max_model_len, self._info.max_model_len),
-            kv_tokens=self._pool.num_blocks * self._pool.block_size,
-        )
+        scored = checked_prompt_logprobs(request, len(prompt))
+        max_len = checked_length(len(prompt), request.params.max_tokens, context=context, kv_tokens=kv_tokens)
         live = _Live(request.id)
         live.usage.prompt_tokens = len(prompt)
         seed = request.params.seed
@@ -93,7 +97,11 @@ class Engine:
             self._open(live, sequence, resumed.get(index))
         # Only now, so that a refused request leaves no trace.
         self._live[request.id] = live
-        for sequence in live.writers:
+        sequences = list(live.writers)
+        if request.params.prompt_logprobs is not None and sequences:
+            sequences[0].scores, sequences[0].scored = True, scored
+        for sequence in sequences:
+            sequence.siblings = sequences if len(sequences) > 1 else []
             self._scheduler.add(sequence)
         if live.complete or not live.writers:
             self._complete.append(live)
@@ -153,8 +161,9 @@ class Engine:
             steps=stats.steps,
             prompt_tokens=stats.prompt_tokens,
             generated_tokens=stats.generated_tokens,
-            prefix_hit_tokens=scheduler.hit_tokens,
-            prefix_query_tokens=scheduler.query_tokens,
+            prefix_hit_tokens=scheduler.prefix_hits.hits,
+            prefix_query_tokens=scheduler.prefix_hits.queries,
+            prefix_hit_rate=scheduler.prefix_hits.recent,
             preemptions=scheduler.preemptions,
         )
 
@@ -217,9 +226,9 @@ class Engine:
             logger.exception("a forward pass over %d spans failed; running them one by one", len(plan.spans))
         answers: list[Sampled | None] = []
         for position, span in enumerate(plan.spans):
-            alone = StepPlan(
-                spans=[span], decodes=int(position < plan.decodes), copies=plan.copies if position == 0 else []
-            )
+            # A block is copied for a sequence that has a span in the same pass.
+            own = [(source, target) for source, target in plan.copies if target in span.sequence.block_table]
+            alone = StepPlan(spans=[span], decodes=int(position < plan.decodes), copies=own)
             try:
                 answers += self._run(alone)
             except Exception:  # as above: this one is guilty
@@ -238,18 +247,23 @@ class Engine:
         live = self._live[span.sequence.request_id]
         self._count(live, span.sequence, outputs)
         error = self._fault(span, answer)
+        delta: ChoiceDelta | None = None
         if error is None:
             self._scheduler.advance(span)
             if answer is None:
                 return
             try:
-                delta = live.writers[span.sequence].push(answer.token_id, answer.logprob)
+                if answer.prompt_logprobs:
+                    entries = [spelled(entry, self._detokenizer) for entry in answer.prompt_logprobs]
+                    self._output(live, outputs).prompt_logprobs += entries
+                if answer.token_id is not None:
+                    delta = live.writers[span.sequence].push(answer.token_id, answer.logprob)
             except Exception:  # a detokenizer that chokes on one text must not end the others
                 logger.exception("detokenizing failed for request %s", live.id)
                 error = EngineError(_INTERNAL)
         if error is not None:
             self._fail(live, error, self._output(live, outputs))
-        else:
+        elif delta is not None:
             self._emit(live, span.sequence, delta, self._output(live, outputs))
 
     def _emit(self, live: _Live, sequence: Sequence, delta: ChoiceDelta, output: StepOutput) -> None:
@@ -263,10 +277,14 @@ class Engine:
 
     def _fault(self, span: Span, answer: Sampled | None) -> RopewayError | None:
         """Why the answer cannot be used."""
-        if answer is None:
-            return EngineError("the model gave no token") if span.sample else None
-        if answer.error is not None:
+        if answer is not None and answer.error is not None:
             return answer.error
+        if len(answer.prompt_logprobs if answer is not None else ()) != len(span.scored):
+            return EngineError("the model did not give the prompt's log probabilities")
+        if not span.sample:
+            return None
+        if answer is None or answer.token_id is None:
+            return EngineError("the model gave no token")
         if not 0 <= answer.token_id < self._runner.vocab_size:
             logger.error("token id %d is not in the vocabulary: request %s", answer.token_id, span.sequence.request_id)
             return EngineError("the model gave a token id outside of its vocabulary")

@@ -138,7 +138,10 @@ class Capacity:
 
 @dataclass(slots=True)
 class EngineStats:
-    """A snapshot for metrics. Blocks: free + used + cached = total. Counters rise for the engine's life."""
+    """A snapshot for metrics. Blocks: free + used + cached = total. Counters rise for the engine's life.
+
+    `prefix_hit_rate` is that of the most recent requests, 0 to 1.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -151,6 +154,7 @@ class EngineStats:
     generated_tokens: int = 0
     prefix_hit_tokens: int = 0
     prefix_query_tokens: int = 0
+    prefix_hit_rate: float = 0.0
     preemptions: int = 0
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import chain
 
 from engine.block_pool import BlockPool, child_key, root_key
 from engine.config import SchedulerConfig
+from engine.hit_rate import HitRate
 from engine.plan import Span, StepPlan
 from engine.request import Capacity
 from engine.sequence import Sequence, SequenceState
@@ -27,6 +29,21 @@ def _turn(sequence: Sequence) -> tuple[int, bool, int]:
     return sequence.priority, not sequence.preemptions, sequence.arrival
 
 
+@dataclass(slots=True)
+class _Prefix:
+    """What is computed already of a sequence that may be admitted: full blocks to share, and perhaps one to copy.
+
+    Attributes:
+        blocks: to be held by it too; all of them are full.
+        tokens: in those blocks and in the copied part.
+        copied: the block whose first tokens it needs; it will write behind them.
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    tokens: int = 0
+    copied: int | None = None
+
+
 class Scheduler:
     """Continuous batching with chunked prefill over one block pool.
 
@@ -39,12 +56,13 @@ class Scheduler:
         self.config = config
         self.pool = pool
         self.preemptions = 0
-        self.hit_tokens = 0
-        self.query_tokens = 0
+        self.prefix_hits = HitRate()
         self._running: list[Sequence] = []  # by rank
         self._waiting: list[Sequence] = []  # by turn
         # Block keys that a running sequence is about to compute, and which one: see `_expected`.
         self._coming: dict[bytes, Sequence] = {}
+        # For the next plan: blocks to copy, as (source, destination).
+        self._copies: list[tuple[int, int]] = []
 
     @property
     def running(self) -> int:
@@ -82,6 +100,7 @@ class Scheduler:
         sequence, size = span.sequence, self.pool.block_size
         first = sequence.computed // size
         sequence.computed += span.count
+        sequence.scored += len(span.scored)
         last = sequence.computed // size
         if last == first or not self.pool.prefix_caching:
             return
@@ -136,6 +155,7 @@ class Scheduler:
         _require(all(not s.block_table and not s.computed for s in waiting), "a waiting sequence holds blocks")
         _require(all(s.computed < len(s.tokens) for s in running), "a running sequence has nothing to compute")
         _require(all(s.computed <= len(s.block_table) * size for s in running), "computed tokens without a block")
+        _require(all(s.scored >= min(s.computed, s.prompt_len - 1) for s in running if s.scores), "a score is missing")
         _require(all(owner.state is SequenceState.RUNNING for owner in self._coming.values()), "a stale expectation")
         self.pool.check([sequence.block_table for sequence in running])
 
@@ -157,15 +177,15 @@ class Scheduler:
             sequence = self._waiting[index]
             if self._budget(sequence) <= 0:
                 return
-            hits = self._match(sequence)
-            if self._expected(sequence, len(hits)):
+            prefix = self._prefix(sequence)
+            if prefix is None:
                 deferred += 1
                 if deferred > self.config.max_num_seqs:
                     return
                 index += 1
-            elif self._make_room(sequence, hits):
+            elif self._make_room(sequence, prefix.blocks):
                 del self._waiting[index]
-                self._start(sequence, hits)
+                self._start(sequence, prefix)
                 for other in self._waiting[:index]:
                     other.bypassed += 1
             else:
@@ -178,30 +198,77 @@ class Scheduler:
 
     def _budget(self, sequence: Sequence) -> int:
         """Tokens of the next pass that are left for it, behind all decodes and the prefills of its class and above."""
-        ahead = sum(s.remaining - 1 for s in self._running if s.priority <= sequence.priority)
+        most = self._chunk_limit()
+        ahead = sum(min(s.remaining, most) - 1 for s in self._running if s.priority <= sequence.priority)
         return self.config.max_num_batched_tokens - len(self._running) - ahead
+
+    def _chunk_limit(self) -> int:
+        """Most tokens of one prefill in the next pass."""
+        threshold = self.config.long_prefill_token_threshold
+        if threshold and any(sequence.remaining == 1 for sequence in self._running):
+            return threshold
+        return self.config.max_num_batched_tokens
+
+    def _prefix(self, sequence: Sequence) -> _Prefix | None:
+        """What it need not compute; None where it should wait, since another is just computing more of that."""
+        if sequence.scoring:
+            return _Prefix()
+        shared = _Prefix()
+        if sequence.siblings:
+            if any(sibling.scoring for sibling in sequence.siblings):
+                return None
+            found = self._shared(sequence)
+            if found is None:
+                return None
+            shared = found
+        if not self._reads_cache(sequence):
+            return shared
+        hits = self._match(sequence)
+        if len(hits) * self.pool.block_size > shared.tokens:
+            shared = _Prefix(hits, len(hits) * self.pool.block_size)
+        return None if self._expected(sequence, shared.tokens // self.pool.block_size) else shared
+
+    def _shared(self, sequence: Sequence) -> _Prefix | None:
+        """What a running choice of the same request has computed of the prompt; None while it is still at it.
+
+        The block in which the prompt ends is shared too, and both would write to it: the newcomer gets a copy.
+        """
+        running = [sibling for sibling in sequence.siblings if sibling.state is SequenceState.RUNNING]
+        if not running:
+            return _Prefix()
+        wanted = min(sequence.prompt_len, len(sequence.tokens) - 1)
+        source = max(running, key=lambda sibling: sibling.computed)
+        if source.computed < wanted:
+            return None
+        full, rest = divmod(wanted, self.pool.block_size)
+        return _Prefix(source.block_table[:full], wanted, source.block_table[full] if rest else None)
+
+    def _reads_cache(self, sequence: Sequence) -> bool:
+        skips = sequence.scoring or sequence.params.skip_reading_prefix_cache
+        return self.pool.prefix_caching and not skips
 
     def _match(self, sequence: Sequence) -> list[int]:
         """Cached blocks of its known tokens, but never of the last one: its logits must be computed."""
-        if not self.pool.prefix_caching:
-            return []
         limit = (len(sequence.tokens) - 1) // self.pool.block_size
         return self.pool.match(self._keys(sequence, limit), limit)
 
     def _expected(self, sequence: Sequence, hits: int) -> bool:
-        """Whether its first missing block is being computed by another of its rank or above: then it waits for that.
+        """Whether its first missing block is being computed by another of its class or above: then it waits for that.
 
-        So the choices of one request, and a burst with one system prompt, compute their common prefix once.
+        So a burst with one system prompt computes the common prefix once.
         """
         if not self._coming or hits >= (len(sequence.tokens) - 1) // self.pool.block_size:
             return False
         owner = self._coming.get(sequence.block_keys[hits])
         return owner is not None and owner.priority <= sequence.priority
 
-    def _make_room(self, sequence: Sequence, hits: list[int]) -> bool:
-        """Whether it can be admitted now; preempts sequences of lower classes where that is enough, else nothing."""
-        need = self.blocks_for(len(sequence.tokens)) - len(hits) + self.pool.idle(hits)
-        room, staying, shared = self.pool.available, len(self._running), frozenset(hits)
+    def _make_room(self, sequence: Sequence, held: list[int]) -> bool:
+        """Whether it can be admitted now; preempts sequences of lower classes where that is enough, else nothing.
+
+        `held` are the blocks that it will share.
+        """
+        need = self.blocks_for(len(sequence.tokens)) - len(held) + self.pool.idle(held)
+        room, staying, shared = self.pool.available, len(self._running), frozenset(held)
         victims: list[Sequence] = []
         while staying >= self.config.max_num_seqs or need + self._headroom(staying) > room:
             victim = self._running[staying - 1] if staying else None
@@ -218,22 +285,29 @@ class Scheduler:
         """Blocks that an admission leaves free: else the growth of those that run would soon undo it."""
         return running + math.ceil(self.config.watermark * self.pool.num_blocks) if running else 0
 
-    def _start(self, sequence: Sequence, hits: list[int]) -> None:
-        self.pool.take(hits)
-        missing = self.blocks_for(len(sequence.tokens)) - len(hits)
-        sequence.block_table = hits + self.pool.allocate(missing)
-        sequence.computed = len(hits) * self.pool.block_size
+    def _start(self, sequence: Sequence, prefix: _Prefix) -> None:
+        held = len(prefix.blocks)
+        self.pool.take(prefix.blocks)
+        sequence.block_table = prefix.blocks + self.pool.allocate(self.blocks_for(len(sequence.tokens)) - held)
+        sequence.computed = prefix.tokens
+        if prefix.copied is not None:
+            self._copies.append((prefix.copied, sequence.block_table[held]))
         sequence.bypassed = 0
         sequence.state = SequenceState.RUNNING
         insort(self._running, sequence, key=_rank)
         if sequence.hit_tokens is None:
-            sequence.hit_tokens = sequence.computed
-            self.hit_tokens += sequence.computed
-            self.query_tokens += len(sequence.tokens)
+            self._count_hits(sequence)
         if self.pool.prefix_caching:
             full = len(sequence.tokens) // self.pool.block_size
-            for key in self._keys(sequence, full)[len(hits) : full]:
+            for key in self._keys(sequence, full)[held:full]:
                 self._coming.setdefault(key, sequence)
+
+    def _count_hits(self, sequence: Sequence) -> None:
+        """Once for a request, however many choices it has and however often they are admitted."""
+        first = all(sibling.hit_tokens is None for sibling in sequence.siblings)
+        sequence.hit_tokens = sequence.computed if first else 0
+        if first and self._reads_cache(sequence):
+            self.prefix_hits.add(len(sequence.tokens), sequence.computed)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
@@ -259,13 +333,15 @@ class Scheduler:
                 spans.append(Span(sequence, sequence.computed, 1, True))
             else:
                 prefills.append(sequence)
-        plan = StepPlan(spans=spans, decodes=len(spans))
+        plan = StepPlan(spans=spans, decodes=len(spans), copies=self._copies)
+        self._copies = []
         budget = self.config.max_num_batched_tokens - len(spans)
+        most = self._chunk_limit()
         for sequence in prefills:
             if budget <= 0:
                 break
-            count = min(sequence.remaining, budget)
-            spans.append(Span(sequence, sequence.computed, count, count == sequence.remaining))
+            count = min(sequence.remaining, budget, most)
+            spans.append(_chunk(sequence, count))
             budget -= count
         return plan
 
@@ -276,6 +352,14 @@ class Scheduler:
             parent = keys[-1] if keys else root_key(sequence.adapter, sequence.cache_salt)
             keys.append(child_key(parent, sequence.tokens[index * size : (index + 1) * size]))
         return keys
+
+
+def _chunk(sequence: Sequence, count: int) -> Span:
+    span = Span(sequence, sequence.computed, count, count == sequence.remaining)
+    if sequence.scoring:
+        end = min(span.start + count, sequence.prompt_len - 1)
+        span.scored = range(min(max(span.start, sequence.scored), end), end)
+    return span
 
 
 def _require(condition: bool, what: str) -> None:

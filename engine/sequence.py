@@ -37,6 +37,9 @@ class Sequence:
             adapter and salt alone, so they outlive a preemption.
         hit_tokens: known tokens that the prefix cache had at its first admission; None before.
         bypassed: admissions of others past it since it began to wait.
+        siblings: all choices of its request, itself included, where there are several.
+        scores: whether the log probabilities of the prompt are taken from its passes; true for one choice of a request.
+        scored: of the positions that give them, how many are done.
     """
 
     request_id: str
@@ -58,6 +61,9 @@ class Sequence:
     block_keys: list[bytes] = field(default_factory=list)
     hit_tokens: int | None = None
     bypassed: int = 0
+    siblings: list[Sequence] = field(default_factory=list)
+    scores: bool = False
+    scored: int = 0
 
     @property
     def output_len(self) -> int:
@@ -68,3 +74,8 @@ class Sequence:
     def remaining(self) -> int:
         """Known tokens that are not computed yet; 1 while decoding."""
         return len(self.tokens) - self.computed
+
+    @property
+    def scoring(self) -> bool:
+        """Whether log probabilities of the prompt are still to be taken: then all of it must pass through the model."""
+        return self.scores and self.scored < self.prompt_len - 1

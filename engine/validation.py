@@ -8,22 +8,24 @@ from engine.request import EngineRequest, ResumedChoice
 from shared.errors import ContextLengthExceededError, InvalidRequestError, UnsupportedParameterError
 
 
-def checked_prompt(request: EngineRequest, vocab_size: int) -> list[int]:
+def checked_prompt(request: EngineRequest, vocab_size: int, room: int) -> list[int]:
     """The prompt's ids, the last `truncate_prompt_tokens` of them where that is set.
 
+    -1 keeps as many as leave `max_tokens`, or one where that is not set, of the `room` for prompt and output.
+
     Raises:
-        UnsupportedParameterError: `prompt_logprobs` is set.
         InvalidRequestError: an empty prompt, or an id in prompt or params out of the vocabulary.
     """
     params, prompt = request.params, request.prompt_token_ids
-    if params.prompt_logprobs is not None:
-        raise UnsupportedParameterError("prompt_logprobs: is not served", param="prompt_logprobs")
     if not prompt:
         raise InvalidRequestError("prompt: must not be empty", param="prompt")
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         raise InvalidRequestError(f"prompt: a token id is not in the vocabulary of {vocab_size} ids", param="prompt")
     params.check_vocabulary(vocab_size)
-    return prompt if params.truncate_prompt_tokens is None else prompt[-params.truncate_prompt_tokens :]
+    keep = params.truncate_prompt_tokens
+    if keep is None:
+        return prompt
+    return prompt[-(max(1, room - (params.max_tokens or 1)) if keep == -1 else keep) :]
 
 
 def check_adapter(request: EngineRequest, has_adapter: Callable[[str], bool]) -> None:
@@ -75,3 +77,19 @@ def checked_resume(request: EngineRequest, vocab_size: int) -> dict[int, Resumed
     if any(not 0 <= token < vocab_size for choice in request.resume for token in choice.token_ids):
         raise InvalidRequestError("resume: a token id is not in the vocabulary", param="resume")
     return resumed
+
+
+def checked_prompt_logprobs(request: EngineRequest, prompt: int) -> int:
+    """How many of the prompt's log probabilities are published already.
+
+    Raises:
+        InvalidRequestError: more than there are, or not all although a choice has tokens.
+    """
+    done, most = request.prompt_logprobs_done, prompt - 1
+    if request.params.prompt_logprobs is None:
+        return 0
+    if not 0 <= done <= most or (done < most and any(choice.token_ids for choice in request.resume)):
+        raise InvalidRequestError(
+            f"prompt_logprobs_done: {done} of {most} entries do not fit what is resumed", param="prompt_logprobs_done"
+        )
+    return done

@@ -36,6 +36,7 @@ class WorkerMetrics:
         self.generation_tokens = counter("generation_tokens", "Tokens generated.")
         self.prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self.prefix_hit_rate = gauge("prefix_cache_hit_rate", "Hits over queries of the most recent 1000 requests.")
         self.preemptions = counter("num_preemptions", "Sequences that gave their blocks back and were computed again.")
         self.step_failures = counter("engine_step_failures", "Steps that raised.")
         self.pulled = counter("jobs_pulled", "Jobs taken from the queue.")
@@ -81,5 +82,6 @@ class WorkerMetrics:
         self.generation_tokens.inc(stats.generated_tokens - last.generated_tokens)
         self.prefix_hits.inc(stats.prefix_hit_tokens - last.prefix_hit_tokens)
         self.prefix_queries.inc(stats.prefix_query_tokens - last.prefix_query_tokens)
+        self.prefix_hit_rate.set(stats.prefix_hit_rate)
         self.preemptions.inc(stats.preemptions - last.preemptions)
         self._last = stats
