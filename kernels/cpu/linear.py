@@ -9,11 +9,14 @@ from kernels.reference.linear import Linear
 from kernels.reference.linear import gated_linear as reference_gated_linear
 from kernels.reference.linear import linear as reference_linear
 
-_PACKED_DTYPES = (torch.float32, torch.bfloat16)
-
 
 def _packable(weight: torch.Tensor) -> bool:
-    return bool(torch.backends.mkldnn.is_available()) and weight.dtype in _PACKED_DTYPES
+    """Whether oneDNN computes in the weight's dtype on this CPU; bfloat16 needs AVX-512 or AVX-NE-CONVERT."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
 
 
 @register("linear", "cpu")
