@@ -43,6 +43,7 @@ class HeldJob:
         suspect: a worker died while it held this job.
         alone: nothing else may be pulled while it is here.
         resumed: choices for the engine to go on from.
+        prompt_logprobs_done: log probabilities of the prompt that are published.
         cause: asked for before the engine had the job.
         failure: why it cannot even be given to the engine.
         pulled_at: monotonic seconds.
@@ -58,6 +59,7 @@ class HeldJob:
     suspect: bool = False
     alone: bool = False
     resumed: list[ResumedChoice] = field(default_factory=list)
+    prompt_logprobs_done: int = 0
     stage: Stage = Stage.TAKEN
     cause: Cause | None = None
     failure: RopewayError | None = None
@@ -73,7 +75,7 @@ class HeldJob:
             last_seq=pulled.last_seq,
             deadline_ms=pulled.deadline_ms,
             queue_ms=pulled.queue_ms,
-            transcript=Transcript(pulled.envelope.sampling.n),
+            transcript=Transcript.of(pulled.envelope),
             suspect=pulled.suspect,
             alone=pulled.alone,
         )
@@ -98,6 +100,7 @@ class HeldJob:
             adapter=envelope.adapter,
             cache_salt=envelope.cache_salt,
             resume=self.resumed,
+            prompt_logprobs_done=self.prompt_logprobs_done,
         )
 
 

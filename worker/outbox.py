@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from engine.request import ChoiceDelta, RequestUsage, StepOutput
+from engine.request import ChoiceDelta, LogprobEntry, RequestUsage, StepOutput
 from shared.errors import ProtocolError
 from shared.jobs import Ending, Publish
 from shared.protocol import (
@@ -16,6 +17,7 @@ from shared.protocol import (
     FrameKind,
     JobStatus,
     Timings,
+    TokenLogprob,
     Usage,
     encode,
 )
@@ -25,17 +27,21 @@ from worker.transcript import wire_logprob
 #: Bytes, roughly, above which what was gathered becomes a frame of its own.
 _FRAME_BYTES = 512 * 1024
 _TOKEN_BYTES = 12
+#: Of one candidate, without the bytes of its token.
 _LOGPROB_BYTES = 64
 
 
 def weight(output: StepOutput) -> int:
     """About how many bytes an output takes until it is accepted."""
-    return 128 + sum(_delta_weight(delta) for delta in output.choices)
+    return 128 + sum(_delta_weight(delta) for delta in output.choices) + _logprobs_weight(output.prompt_logprobs)
 
 
 def _delta_weight(delta: ChoiceDelta) -> int:
-    candidates = sum(1 + len(entry.top) for entry in delta.logprobs or ())
-    return 64 + _TOKEN_BYTES * len(delta.token_ids) + 4 * len(delta.text) + _LOGPROB_BYTES * candidates
+    return 64 + _TOKEN_BYTES * len(delta.token_ids) + 4 * len(delta.text) + _logprobs_weight(delta.logprobs or ())
+
+
+def _logprobs_weight(entries: Iterable[LogprobEntry]) -> int:
+    return _LOGPROB_BYTES * sum(1 + len(entry.top) for entry in entries)
 
 
 @dataclass(slots=True)
@@ -67,6 +73,7 @@ class Outbox:
     _seq: int = 0
     _frames: list[bytes] = field(default_factory=list)
     _started: bool = False
+    _prompt: list[TokenLogprob] = field(default_factory=list)
     _gathered: dict[int, ChoiceFrame] = field(default_factory=dict)
     _gathered_weight: int = 0
 
@@ -81,13 +88,14 @@ class Outbox:
             self._started = self._seq == 0  # a job that is taken up has said so already
         if self.first_token is None and any(delta.token_ids for delta in output.choices):
             self.first_token = progress.ended
+        self._gather_prompt(output.prompt_logprobs)
         for delta in output.choices:
             self._gather(delta)
         self.weight += progress.weight
         if output.finished:
             self.due = 0.0
             self._end(progress)
-        elif self.due is None and (self._started or self._gathered):
+        elif self.due is None and (self._started or self._prompt or self._gathered or self._frames):
             self.due = time.monotonic() + self.job.envelope.flush_ms / 1e3
 
     def take(self, owner: str) -> Publish | None:
@@ -102,6 +110,15 @@ class Outbox:
         """What `take` answered last is in Redis."""
         self._frames.clear()
         self.due, self.weight = None, 0
+
+    def _gather_prompt(self, entries: Iterable[LogprobEntry]) -> None:
+        """One step may bring thousands of them, each with its candidates: a frame is full in the middle of it."""
+        for entry in entries:
+            self._prompt.append(wire_logprob(entry))
+            self._gathered_weight += _LOGPROB_BYTES * (1 + len(entry.top))
+            self._gathered_weight += len(entry.token) + sum(len(token) for *_, token in entry.top)
+            if self._gathered_weight > _FRAME_BYTES:
+                self._seal()
 
     def _gather(self, delta: ChoiceDelta) -> None:
         logprobs = None if delta.logprobs is None else [wire_logprob(entry) for entry in delta.logprobs]
@@ -129,18 +146,21 @@ class Outbox:
     def _seal(self) -> None:
         """Make frames of what is gathered."""
         if self._started:
-            self._append("started")
+            self._append("started", [], [])
             self._started = False
-        if self._gathered:
+        if self._prompt or self._gathered:
             choices = [self._gathered[index] for index in sorted(self._gathered)]
-            self.job.transcript.add(choices)
-            self._append("tokens", choices=choices)
+            self.job.transcript.add(choices, self._prompt)
+            self._append("tokens", choices, self._prompt)
+            self._prompt = []
             self._gathered.clear()
             self._gathered_weight = 0
 
-    def _append(self, kind: FrameKind, choices: list[ChoiceFrame] | None = None) -> None:
+    def _append(self, kind: FrameKind, choices: list[ChoiceFrame], prompt: list[TokenLogprob]) -> None:
         self._seq += 1
-        frame = Frame(v=WIRE_VERSION, seq=self._seq, epoch=self.job.epoch, kind=kind, choices=choices or [])
+        frame = Frame(
+            v=WIRE_VERSION, seq=self._seq, epoch=self.job.epoch, kind=kind, choices=choices, prompt_logprobs=prompt
+        )
         self._frames.append(encode(frame))
 
     def _end(self, progress: Progress) -> None:

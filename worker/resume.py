@@ -28,6 +28,6 @@ async def read_back(store: JobStore, job: HeldJob) -> None:
             frame = decode(data, Frame)
             if frame.seq != seq + 1:
                 raise ProtocolError(f"frame {frame.seq} follows frame {seq}")
-            job.transcript.add(frame.choices)
+            job.transcript.add(frame.choices, frame.prompt_logprobs)
             seq = frame.seq
-    job.resumed = job.transcript.resumed()
+    job.resumed, job.prompt_logprobs_done = job.transcript.resumed(), job.transcript.prompt_entries

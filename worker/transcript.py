@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine.request import LogprobEntry, ResumedChoice
@@ -10,6 +10,7 @@ from shared.errors import ProtocolError
 from shared.protocol import (
     ChoiceFrame,
     ChoiceResult,
+    Envelope,
     ErrorInfo,
     FinishReason,
     JobStatus,
@@ -31,21 +32,38 @@ class _Choice:
 
 
 class Transcript:
-    """Frames of a job added up, choice by choice. Not thread-safe: it has one user at a time."""
+    """Frames of a job added up, choice by choice. Not thread-safe: it has one user at a time.
 
-    def __init__(self, choices: int) -> None:
+    Args:
+        choices: how many the job has.
+        prompt_entries: the most log probabilities that its prompt can have; None where they are not asked for.
+    """
+
+    def __init__(self, choices: int, prompt_entries: int | None = None) -> None:
         self._choices = [_Choice() for _ in range(choices)]
+        self._most = prompt_entries
+        self._prompt: list[TokenLogprob] = []
+
+    @classmethod
+    def of(cls, envelope: Envelope) -> Transcript:
+        """That of a job of which nothing is published yet."""
+        asked = envelope.sampling.prompt_logprobs is not None
+        return cls(envelope.sampling.n, len(envelope.prompt_token_ids) - 1 if asked else None)
 
     def clear(self) -> None:
         """Forget everything."""
         self._choices = [_Choice() for _ in self._choices]
+        self._prompt = []
 
-    def add(self, frames: Iterable[ChoiceFrame]) -> None:
-        """Append what one frame says.
+    def add(self, frames: Iterable[ChoiceFrame], prompt: Sequence[TokenLogprob] = ()) -> None:
+        """Append what one frame says: of the prompt, then of the choices.
 
         Raises:
-            ProtocolError: a choice that the job does not have, or tokens that do not follow those before them.
+            ProtocolError: a choice that the job does not have, tokens that do not follow those before them, or log
+                probabilities of a prompt that has none, or has fewer, or is answered already.
         """
+        if prompt:
+            self._add_prompt(prompt)
         for frame in frames:
             if not 0 <= frame.index < len(self._choices):
                 raise ProtocolError(f"a frame speaks of choice {frame.index} of {len(self._choices)}")
@@ -59,6 +77,21 @@ class Transcript:
             if frame.logprobs is not None:
                 choice.logprobs = (choice.logprobs or []) + frame.logprobs
             choice.finish, choice.stop = frame.finish, frame.stop
+
+    def _add_prompt(self, entries: Sequence[TokenLogprob]) -> None:
+        most = self._most or 0
+        if len(self._prompt) + len(entries) > most:
+            raise ProtocolError(
+                f"a frame has {len(entries)} log probabilities of the prompt behind {len(self._prompt)} of {most}"
+            )
+        if self.completion_tokens:
+            raise ProtocolError("a frame has log probabilities of the prompt behind tokens of the answer")
+        self._prompt += entries
+
+    @property
+    def prompt_entries(self) -> int:
+        """Log probabilities of the prompt so far."""
+        return len(self._prompt)
 
     @property
     def complete(self) -> bool:
@@ -99,7 +132,15 @@ class Transcript:
             )
             for index, choice in enumerate(self._choices)
         ]
-        return Result(id=job_id, status=status, choices=choices, usage=usage, timings=timings, error=error)
+        return Result(
+            id=job_id,
+            status=status,
+            choices=choices,
+            prompt_logprobs=None if self._most is None else self._prompt,
+            usage=usage,
+            timings=timings,
+            error=error,
+        )
 
 
 def wire_logprob(entry: LogprobEntry) -> TokenLogprob:

@@ -96,9 +96,12 @@ local function published(job)
   end
   local log = redis.pcall('XRANGE', PREFIX .. 'ev:' .. job.id, '-', '+')
   for _, entry in ipairs(log.err and {} or log) do
-    local read, frame = pcall(cmsgpack.unpack, entry[2][2])
-    -- pcall: a frame that somebody else wrote may be of any shape; what it says is left out.
-    pcall(add_frame, choices, read and type(frame) == 'table' and frame or {})
+    -- Frames of nothing but a prompt's log probabilities can be many and large: they are not even decoded.
+    if string.find(entry[2][2], 'choices', 1, true) then
+      local read, frame = pcall(cmsgpack.unpack, entry[2][2])
+      -- pcall: a frame that somebody else wrote may be of any shape; what it says is left out.
+      pcall(add_frame, choices, read and type(frame) == 'table' and frame or {})
+    end
   end
   return choices
 end

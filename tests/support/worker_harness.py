@@ -218,11 +218,12 @@ class Harness:
         assert [frame.last for frame in frames] == [False] * (len(frames) - 1) + [True]
         assert [frame.epoch for frame in frames] == sorted(frame.epoch for frame in frames)
         assert [frame.kind for frame in frames].count("started") <= 1
-        log = Transcript(view.envelope.sampling.n)
+        log = Transcript.of(view.envelope)
         for frame in frames:
-            log.add(frame.choices)
+            log.add(frame.choices, frame.prompt_logprobs)
         replayed = log.result(job_id, result.status, result.usage, result.timings, result.error)
         assert replayed.choices == result.choices, "the result is not what was published"
+        assert replayed.prompt_logprobs == result.prompt_logprobs, "the result is not what was published"
         assert result.status == view.status == frames[-1].status
         assert result.usage == frames[-1].usage
         assert result.usage.prompt_tokens == len(view.envelope.prompt_token_ids)

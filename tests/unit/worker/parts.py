@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import redis
 
-from engine.request import ChoiceDelta, RequestUsage, StepOutput
+from engine.request import ChoiceDelta, LogprobEntry, RequestUsage, StepOutput
 from shared.errors import ProtocolError
 from shared.jobs import Owned, Publication, Publish
 from shared.keys import JobId
@@ -27,24 +27,33 @@ def held(
     max_tokens: int = 8,
     epoch: int = 1,
     job_id: str | None = None,
+    prompt: int = 3,
+    prompt_logprobs: int | None = None,
 ) -> HeldJob:
     """A pulled job."""
     envelope = Envelope(
         id=job_id or str(JobId.new("pool", 0)),
         model="pool",
-        prompt_token_ids=[1, 2, 3],
-        sampling=SamplingParams(n=n, max_tokens=max_tokens, seed=1, ignore_eos=True),
+        prompt_token_ids=list(range(1, prompt + 1)),
+        sampling=SamplingParams(n=n, max_tokens=max_tokens, seed=1, ignore_eos=True, prompt_logprobs=prompt_logprobs),
         job_class=job_class,
         flush_ms=flush_ms,
     )
-    return HeldJob(envelope, epoch, 1, last_seq, 2**50, 5.0, Transcript(n))
+    return HeldJob(envelope, epoch, 1, last_seq, 2**50, 5.0, Transcript.of(envelope))
 
 
-def progress(job: HeldJob, *deltas: ChoiceDelta, started: bool = False, status: str | None = None) -> Progress:
+def progress(
+    job: HeldJob,
+    *deltas: ChoiceDelta,
+    prompt: Sequence[LogprobEntry] = (),
+    started: bool = False,
+    status: str | None = None,
+) -> Progress:
     """What a step did."""
     output = StepOutput(
         job.id,
         list(deltas),
+        list(prompt),
         started=started,
         finished=status is not None,
         usage=RequestUsage(3, sum(len(d.token_ids) for d in deltas)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from engine.request import LogprobEntry
 from shared import protocol
 from shared.jobs import Publish
@@ -99,6 +101,67 @@ def test_much_at_once_is_split_into_frames_of_bounded_size() -> None:
     assert item is not None and len(item.frames) > 3
     assert max(len(data) for data in item.frames) < 2 * outbox._FRAME_BYTES
     assert [i for frame in frames(item) for c in frame.choices for i in c.ids] == list(range(3000))
+
+
+def entry(token: int, candidates: int = 0) -> LogprobEntry:
+    """As large as an entry may be: the longest numbers, and tokens of many bytes."""
+    top = [(2**31 - 1 - rank, -1.0 / 3 - rank, 2**31 - 1, b"\x00" * 300) for rank in range(candidates)]
+    return LogprobEntry(token, -1.0 / 3, 2**31 - 1, b"\x00" * 300, top)
+
+
+def test_log_probabilities_of_the_prompt_come_in_front_of_the_answer() -> None:
+    box = Outbox(held(prompt=5, prompt_logprobs=1))
+    box.add(progress(box.job, prompt=[entry(2), entry(3)], started=True))
+    assert box.due is not None
+    box.add(progress(box.job, delta(0, 0, 9, text="a"), prompt=[entry(4), entry(5, 1)]))
+    started, tokens = frames(box.take("me"))
+    assert started.kind == "started" and started.prompt_logprobs == []
+    assert [e.id for e in tokens.prompt_logprobs] == [2, 3, 4, 5] and tokens.choices[0].ids == [9]
+    assert len(tokens.prompt_logprobs[3].top) == 1
+    box.accepted()
+    box.add(progress(box.job, delta(0, 1, 8, text="b", finish="length"), status="completed"))
+    item = box.take("me")
+    assert item is not None and item.ending is not None
+    assert [frame.prompt_logprobs for frame in frames(item)] == [[], []]
+    result = decode(item.ending.result, Result)
+    assert result.prompt_logprobs == tokens.prompt_logprobs and result.choices[0].token_ids == [9, 8]
+
+
+@pytest.mark.parametrize("asked", [None, 0])
+def test_a_result_says_whether_log_probabilities_of_the_prompt_were_asked_for(asked: int | None) -> None:
+    box = Outbox(held(prompt=1, prompt_logprobs=asked))
+    box.add(progress(box.job, delta(0, 0, 1, finish="length"), status="completed"))
+    item = box.take("me")
+    assert item is not None and item.ending is not None
+    assert decode(item.ending.result, Result).prompt_logprobs == (None if asked is None else [])
+
+
+def test_a_prompt_of_one_step_is_split_into_frames_of_bounded_size() -> None:
+    box = Outbox(held(prompt=16_385, prompt_logprobs=20))
+    many = [entry(token, 20) for token in range(2, 16_386)]
+    message = progress(box.job, prompt=many, started=True)
+    box.add(message)
+    assert box.due is not None, "what was sealed on the way waits for nothing more"
+    box.add(progress(box.job, delta(0, 0, 1)))
+    item = box.take("me")
+    assert item is not None
+    sizes = [len(data) for data in item.frames]
+    assert max(sizes) < protocol.MAX_FRAME_BYTES // 4
+    assert message.weight > 16_384 * 21 * 40, "they count in what may wait for Redis"
+    got = frames(item)
+    assert [e.id for frame in got for e in frame.prompt_logprobs] == list(range(2, 16_386))
+    assert [frame.choices != [] for frame in got] == [False] * (len(got) - 1) + [True]
+
+
+def test_a_prompt_with_more_log_probabilities_than_a_result_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(protocol._LIMITS, Result, 10_000)
+    box = Outbox(held(prompt=100, prompt_logprobs=0))
+    box.add(progress(box.job, delta(0, 0, 1, finish="length"), prompt=[entry(2)] * 99, status="completed"))
+    item = box.take("me")
+    assert item is not None and item.ending is not None and item.ending.status == "failed"
+    last, result = frames(item)[-1], decode(item.ending.result, Result)
+    assert last.error is not None and "10000" in last.error.message
+    assert result.error == last.error and result.prompt_logprobs == []
 
 
 def test_a_result_over_the_limit_is_an_error(monkeypatch) -> None:  # type: ignore[no-untyped-def]

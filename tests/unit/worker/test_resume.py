@@ -20,8 +20,9 @@ class Log:
         return [encode(f) for f in self.frames if f.seq > after_seq][:count]
 
 
-def frame(seq: int, *choices: ChoiceFrame, kind: FrameKind = "tokens") -> Frame:
-    return Frame(v=WIRE_VERSION, seq=seq, epoch=1, kind=kind, choices=list(choices))
+def frame(seq: int, *choices: ChoiceFrame, kind: FrameKind = "tokens", prompt: list[int] | None = None) -> Frame:
+    entries = [TokenLogprob(id=token, logprob=-0.5, rank=1) for token in prompt or []]
+    return Frame(v=WIRE_VERSION, seq=seq, epoch=1, kind=kind, choices=list(choices), prompt_logprobs=entries)
 
 
 async def read(job: HeldJob, *frames: Frame) -> HeldJob:
@@ -50,6 +51,32 @@ async def test_reading_twice_is_harmless() -> None:
     for _ in range(2):
         await read(job, frame(1, ChoiceFrame(ids=[1], text="a", finish="length")))
     assert job.transcript.completion_tokens == 1 and job.transcript.complete and not job.transcript.aborted
+
+
+async def test_log_probabilities_of_the_prompt_are_counted() -> None:
+    job = await read(
+        held(prompt=5, prompt_logprobs=0),
+        frame(1, kind="started"),
+        frame(2, prompt=[2, 3]),
+        frame(3, prompt=[4]),
+    )
+    assert job.request().prompt_logprobs_done == 3 and job.request().resume == []
+    await read(job, frame(1, prompt=[2, 3]), frame(2, ChoiceFrame(ids=[1]), prompt=[4, 5]))
+    assert job.request().prompt_logprobs_done == 4 and job.request().resume == [ResumedChoice(0, [1], "", None)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "frames"),
+    [
+        (None, [frame(1, prompt=[2])]),
+        (0, [frame(1, prompt=[2, 3, 4])]),
+        (0, [frame(1, prompt=[2]), frame(2, prompt=[3, 4])]),
+        (0, [frame(1, prompt=[2]), frame(2, ChoiceFrame(ids=[1])), frame(3, prompt=[3])]),
+    ],
+)
+async def test_log_probabilities_of_the_prompt_that_contradict_the_job(asked: int | None, frames: list[Frame]) -> None:
+    with pytest.raises(ProtocolError, match="log probabilities of the prompt"):
+        await read(held(prompt=3, prompt_logprobs=asked), *frames)
 
 
 @pytest.mark.parametrize(
