@@ -103,8 +103,8 @@ def test_a_block_is_cached_only_when_it_is_full() -> None:
 def test_the_last_token_is_always_computed_again(length: int) -> None:
     fake = FakeRunner(64, 4)
     engine = make_engine(fake)
-    first = run_one(engine, request("a", prompt(length), max_tokens=3))
-    second = run_one(engine, request("b", prompt(length), max_tokens=3))
+    first = run_one(engine, request("a", prompt(length), max_tokens=3, ignore_eos=True))
+    second = run_one(engine, request("b", prompt(length), max_tokens=3, ignore_eos=True))
     assert first.choices == second.choices
     assert second.last is not None
     assert second.last.usage.cached_tokens == (length - 1) // 4 * 4
@@ -139,7 +139,8 @@ def test_choices_of_one_request_compute_their_prompt_once() -> None:
     assert [[(choice, start) for _, choice, start, _ in plan] for plan in fake.plans] == [[(0, 0)], [(1, 40), (2, 40)]]
 
 
-def test_without_prefix_cache_choices_compute_their_own() -> None:
+def test_without_prefix_cache_nothing_is_left_of_a_choice_that_has_ended() -> None:
+    """Choices share with one that runs: see `test_siblings`. Here each ends with its first token."""
     fake = runner()
     run_one(make_engine(fake, enable_prefix_caching=False), request("r", prompt(41), n=3, max_tokens=1))
     assert fake.computed_tokens == 3 * 41
