@@ -1,8 +1,8 @@
 """`SimEngine`: an engine with a cost model in place of a model, for load and chaos tests. It needs no torch.
 
 Scheduling is real, if plain: continuous batching, chunked prefill, block accounting, preemption by recompute, classes.
-Tokens are a pure function of (prompt, seed, choice index, position), so a job that is taken up by another engine goes
-on with the same text.
+Tokens are a pure function of (prompt, seed, choice index, position), the prompt's log probabilities of its tokens up to
+theirs, so a job that is taken up by another engine goes on with the same text and numbers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from engine.request import (
     EngineRequest,
     EngineStats,
     FinishReason,
+    LogprobEntry,
     ModelInfo,
     RequestUsage,
     StepOutput,
 )
-from engine.sim_model import CHAT_TEMPLATE, END, SimVocabulary, TextStream, TokenSource
-from shared.errors import ContextLengthExceededError, InvalidRequestError, UnsupportedParameterError
+from engine.sim_model import CHAT_TEMPLATE, END, PromptSource, SimVocabulary, TextStream, TokenSource
+from engine.validation import checked_length, checked_prompt, checked_prompt_logprobs, checked_resume
+from shared.errors import InvalidRequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +51,14 @@ class SimConfig:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A live request. `open` are its choices that go on; `closed_tokens` counts output of those that ended."""
+    """A live request. `open` are its choices that go on; `closed_tokens` counts output of those that ended.
+
+    `scores` makes the prompt's log probabilities, None where not asked for; `scored` of them are given out.
+    """
 
     source: EngineRequest
+    scores: PromptSource | None = None
+    scored: int = 0
     open: list[_Choice] = field(default_factory=list)
     closed_tokens: int = 0
     started: bool = False
@@ -107,15 +114,17 @@ class SimEngine:
         Raises:
             InvalidRequestError: it can never be served.
         """
-        keep = request.params.truncate_prompt_tokens
-        if keep is not None:
-            request = replace(request, prompt_token_ids=request.prompt_token_ids[-keep:])
-        self._validate(request)
-        params, prompt = request.params, request.prompt_token_ids
-        limit = self._limit() if params.max_tokens is None else min(self._limit(), len(prompt) + params.max_tokens)
+        if request.id in self._requests:
+            raise InvalidRequestError("a request with this id is live")
+        context, kv_tokens = self._config.max_model_len, self._config.num_blocks * self._config.block_size
+        prompt = checked_prompt(request, self._vocabulary.size, min(context, kv_tokens))
+        request, params = replace(request, prompt_token_ids=prompt), request.params
+        resumed = checked_resume(request, self._vocabulary.size)
+        live = _Request(request, scored=checked_prompt_logprobs(request, len(prompt)))
+        limit = checked_length(len(prompt), params.max_tokens, context=context, kv_tokens=kv_tokens)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        live = _Request(request)
-        resumed = {choice.index: choice for choice in request.resume}
+        if params.prompt_logprobs is not None:
+            live.scores = PromptSource(self._vocabulary, prompt, request.adapter, params.prompt_logprobs)
         for index in range(params.n):
             former = resumed.get(index)
             if former is not None and former.finish_reason is not None:
@@ -219,32 +228,8 @@ class SimEngine:
 
     # Admission and blocks
 
-    def _limit(self) -> int:
-        return min(self._config.max_model_len, self._config.num_blocks * self._config.block_size)
-
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._config.block_size)
-
-    def _validate(self, request: EngineRequest) -> None:
-        prompt = request.prompt_token_ids
-        if request.id in self._requests:
-            raise InvalidRequestError("a request with this id is live")
-        if not prompt:
-            raise InvalidRequestError("prompt: must not be empty", param="prompt")
-        bad = next((token for token in prompt if not 0 <= token < self._vocabulary.size), None)
-        if bad is not None:
-            raise InvalidRequestError(
-                f"prompt: token id {bad} is not in the vocabulary of {self._vocabulary.size} ids", param="prompt"
-            )
-        if len(prompt) >= self._limit():
-            raise ContextLengthExceededError(
-                f"the prompt has {len(prompt)} tokens, at most {self._limit() - 1} fit", param="prompt"
-            )
-        request.params.check_vocabulary(self._vocabulary.size)
-        if request.params.prompt_logprobs is not None:
-            raise UnsupportedParameterError("prompt_logprobs is not served", param="prompt_logprobs")
-        if any(not 0 <= choice.index < request.params.n for choice in request.resume):
-            raise InvalidRequestError("a resumed choice has an index outside of n")
 
     def _admit(self) -> None:
         """Move waiting choices into the batch in order; the first that does not fit holds the others back."""
@@ -313,12 +298,21 @@ class SimEngine:
         known = min(len(request.source.prompt_token_ids), choice.computed + count)
         self._counters.prompt_tokens += max(0, known - choice.computed)
         choice.computed += count
+        output.prompt_logprobs += self._score(request, known)
         if choice.computed == choice.length:
             output.choices.append(self._sample(choice))
         output.usage, output.finished = request.usage(), not request.open
         output.blocks, output.preemptions = request.peak_blocks, request.preemptions
         if output.finished:
             del self._requests[request.source.id]
+
+    def _score(self, request: _Request, known: int) -> list[LogprobEntry]:
+        """Log probabilities of the prompt that its first `known` tokens give and that are not given out yet."""
+        if request.scores is None:
+            return []
+        new = range(request.scored, min(known, len(request.source.prompt_token_ids) - 1))
+        request.scored += len(new)
+        return [request.scores.logprob(position) for position in new]
 
     def _sample(self, choice: _Choice) -> ChoiceDelta:
         """The next token of a choice and what follows from it."""

@@ -118,20 +118,38 @@ class TokenSource:
         return pool[(draw >> 20) % len(pool)]
 
     def logprob(self, position: int, token_id: int) -> LogprobEntry:
-        """A made-up entry of the right shape: the sampled token has rank 1, candidates fall off behind it."""
-        count = self._params.logprobs or 0
-        first = -0.01 - (self._draw(position) % 997) / 1000
-        others = (token for token in range(self._vocabulary.size) if token != token_id)
-        candidates = [token_id, *(next(others) for _ in range(count - 1))] if count else []
-        top = [
-            (token, first - rank, rank + 1, self._vocabulary.token_bytes(token))
-            for rank, token in enumerate(candidates)
-        ]
-        return LogprobEntry(token_id, first, 1, self._vocabulary.token_bytes(token_id), top)
+        """A made-up entry: the sampled token is the likeliest."""
+        return _entry(self._vocabulary, self._draw(position), token_id, 1, self._params.logprobs or 0)
 
     def _draw(self, position: int) -> int:
         data = hashlib.blake2b(position.to_bytes(8, "little"), key=self._key, digest_size=8).digest()
         return int.from_bytes(data, "little")
+
+
+class PromptSource:
+    """Log probabilities of a prompt's tokens, each a function of adapter and of the prompt up to its token."""
+
+    def __init__(self, vocabulary: SimVocabulary, prompt: Sequence[int], adapter: str | None, count: int) -> None:
+        self._vocabulary, self._prompt, self._count = vocabulary, prompt, count
+        state = hashlib.blake2b(repr(adapter).encode(), digest_size=8)
+        self._draws: list[int] = []
+        for token in prompt:
+            state.update(token.to_bytes(4, "little"))
+            self._draws.append(int.from_bytes(state.digest(), "little"))
+
+    def logprob(self, position: int) -> LogprobEntry:
+        """A made-up entry of the token behind this position; its rank is from 1 to 40."""
+        draw = self._draws[position + 1]
+        return _entry(self._vocabulary, draw, self._prompt[position + 1], 1 + (draw >> 32) % 40, self._count)
+
+
+def _entry(vocabulary: SimVocabulary, draw: int, token_id: int, rank: int, count: int) -> LogprobEntry:
+    """An entry of the right shape: candidates fall off by rank, the token has its place among them or behind."""
+    first = -0.01 - (draw % 997) / 1000
+    others = (token for token in range(vocabulary.size) if token != token_id)
+    candidates = [token_id if place == rank else next(others) for place in range(1, count + 1)]
+    top = [(token, first - at, at + 1, vocabulary.token_bytes(token)) for at, token in enumerate(candidates)]
+    return LogprobEntry(token_id, first - (rank - 1), rank, vocabulary.token_bytes(token_id), top)
 
 
 class TextStream:

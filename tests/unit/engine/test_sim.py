@@ -9,10 +9,10 @@ import sys
 import pytest
 from tokenizers import Tokenizer
 
-from engine.request import EngineRequest, ResumedChoice, StepOutput
+from engine.request import EngineRequest, LogprobEntry, ResumedChoice, StepOutput
 from engine.sim import SimConfig, SimEngine
 from engine.sim_model import END, SimVocabulary
-from shared.errors import ContextLengthExceededError, InvalidRequestError, UnsupportedParameterError
+from shared.errors import ContextLengthExceededError, InvalidRequestError
 from shared.protocol import ChoiceResult
 from shared.sampling import SamplingParams
 
@@ -24,10 +24,17 @@ def engine(**config: object) -> SimEngine:
 
 
 def request(
-    name: str = "a", *, prompt: int = 4, priority: int = 1, resume: list[ResumedChoice] | None = None, **params: object
+    name: str = "a",
+    *,
+    prompt: int = 4,
+    priority: int = 1,
+    resume: list[ResumedChoice] | None = None,
+    done: int = 0,
+    **params: object,
 ) -> EngineRequest:
     sampling = SamplingParams(**{"seed": 1, "max_tokens": 50, "ignore_eos": True, **params})  # type: ignore[arg-type]
-    return EngineRequest(name, list(range(20, 20 + prompt)), sampling, priority, resume=resume or [])
+    ids = list(range(20, 20 + prompt))
+    return EngineRequest(name, ids, sampling, priority, resume=resume or [], prompt_logprobs_done=done)
 
 
 def run(sim: SimEngine, *requests: EngineRequest) -> dict[str, list[ChoiceResult]]:
@@ -77,12 +84,61 @@ def test_tokens_depend_on_the_request_alone() -> None:
     assert run(engine(), request(n=2, prompt=5))["a"] != alone
 
 
-def test_truncation_keeps_the_last_prompt_tokens() -> None:
-    cut = request("cut", prompt=60, truncate_prompt_tokens=10)
-    short = request("short", prompt=10)
-    short.prompt_token_ids = cut.prompt_token_ids[-10:]
-    results = run(engine(max_model_len=60), cut, short)
+@pytest.mark.parametrize(("keep", "most", "kept"), [(10, 50, 10), (-1, 50, 14), (-1, None, 63), (-1, 80, 1)])
+def test_truncation_keeps_the_last_prompt_tokens(keep: int, most: int | None, kept: int) -> None:
+    cut = request("cut", prompt=100, truncate_prompt_tokens=keep, max_tokens=most)
+    short = request("short", prompt=kept, max_tokens=most)
+    short.prompt_token_ids = cut.prompt_token_ids[-kept:]
+    results = run(engine(max_model_len=64), cut, short)
     assert results["cut"] == results["short"]
+    assert cut.prompt_token_ids == list(range(20, 120)), "the caller's own list stays as it is"
+
+
+def scores(sim: SimEngine, *requests: EngineRequest) -> dict[str, list[list[LogprobEntry]]]:
+    """Log probabilities of prompts as the steps bring them; all come before the first token."""
+    found: dict[str, list[list[LogprobEntry]]] = {}
+    answered: set[str] = set()
+    for item in requests:
+        sim.add(item)
+    while sim.has_work():
+        for output in sim.step():
+            if output.prompt_logprobs:
+                assert output.request_id not in answered
+                found.setdefault(output.request_id, []).append(output.prompt_logprobs)
+            answered |= {output.request_id for delta in output.choices if delta.token_ids}
+        sim.check()
+    return found
+
+
+def test_log_probabilities_of_a_prompt_come_chunk_by_chunk_and_depend_on_it_alone() -> None:
+    ask = {"prompt": 40, "prompt_logprobs": 3, "max_tokens": 5}
+    alone = scores(engine(), request(**ask))["a"]  # type: ignore[arg-type]
+    assert [len(chunk) for chunk in alone] == [39]
+    whole = alone[0]
+    assert [entry.token_id for entry in whole] == list(range(21, 60))
+    assert len({entry.logprob for entry in whole}) > 20 and all(entry.logprob < 0 for entry in whole)
+    for entry in whole:
+        assert [rank for _, _, rank, _ in entry.top] == [1, 2, 3] and len({token for token, *_ in entry.top}) == 3
+        assert (entry.token_id in [token for token, *_ in entry.top]) == (entry.rank <= 3)
+    crowd = [request(f"x{i}", prompt=5 + i, seed=i) for i in range(6)]
+    tight = engine(max_num_batched_tokens=9, num_blocks=16, block_size=8)
+    together = scores(tight, *crowd, request(n=2, seed=7, **ask))["a"]  # type: ignore[arg-type]
+    assert len(together) > 3 and [entry for chunk in together for entry in chunk] == whole
+    assert tight.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("done", [0, 1, 20, 38, 39])
+def test_log_probabilities_of_a_prompt_go_on_behind_those_published(done: int) -> None:
+    ask = {"prompt": 40, "prompt_logprobs": 0, "max_tokens": 5}
+    whole = scores(engine(), request(**ask))["a"]  # type: ignore[arg-type]
+    resume = [ResumedChoice(0, [300], " cable")] if done == 39 else None
+    rest = scores(engine(max_num_batched_tokens=7), request(done=done, resume=resume, **ask))  # type: ignore[arg-type]
+    assert [entry for chunk in rest.get("a", []) for entry in chunk] == whole[0][done:]
+
+
+def test_a_prompt_of_one_token_has_no_log_probabilities() -> None:
+    assert scores(engine(), request(prompt=1, prompt_logprobs=5)) == {}
+    assert scores(engine(), request()) == {}
 
 
 def test_greedy_does_not_depend_on_the_seed() -> None:
@@ -243,7 +299,8 @@ def test_abort_releases_held_text() -> None:
         ({"prompt": 0}, InvalidRequestError),
         ({"prompt": 64}, ContextLengthExceededError),
         ({"stop_token_ids": [10**6]}, InvalidRequestError),
-        ({"prompt_logprobs": 1}, UnsupportedParameterError),
+        ({"prompt_logprobs": 1, "done": 4}, InvalidRequestError),
+        ({"prompt_logprobs": 1, "done": 2, "resume": [ResumedChoice(0, [300], "")]}, InvalidRequestError),
         ({"resume": [ResumedChoice(3, [], "")]}, InvalidRequestError),
     ],
 )
