@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ from typing import Any
 import redis
 import redis.asyncio
 
-from engine.request import EngineRequest
+from engine.request import EngineRequest, StepOutput
 from engine.sim import SimConfig, SimEngine
 from shared import keys
 from shared.connect import connect, connect_pubsub
 from shared.jobstore import JobStore
 from shared.keys import JobId
-from shared.protocol import ChoiceResult, Envelope, Frame, JobClass, Result, decode
+from shared.protocol import ChoiceResult, Envelope, Frame, JobClass, Result, TokenLogprob, decode
 from shared.sampling import SamplingParams
 from worker.outbox import wire_logprob
 from worker.transcript import Transcript
@@ -265,14 +265,20 @@ async def harness(url: str) -> AsyncIterator[Harness]:
 
 
 def job(
-    number: int = 0, *, lane: int = 0, job_class: JobClass = "normal", flush_ms: int = 0, **sampling: Any
+    number: int = 0,
+    *,
+    lane: int = 0,
+    job_class: JobClass = "normal",
+    flush_ms: int = 0,
+    prompt: int = 4,
+    **sampling: Any,
 ) -> Envelope:
     """A job of its own prompt; it generates 40 tokens unless told otherwise."""
     params = {"max_tokens": 40, "seed": 1000 + number, "ignore_eos": True, **sampling}
     return Envelope(
         id=str(JobId.new(POOL, lane)),
         model=POOL,
-        prompt_token_ids=[10 + number % 100, 11, 12, 13],
+        prompt_token_ids=[10 + number % 100, *(11 + at % 300 for at in range(prompt - 1))],
         sampling=SamplingParams(**params),
         job_class=job_class,
         flush_ms=flush_ms,
@@ -281,16 +287,25 @@ def job(
 
 def expected(envelope: Envelope) -> list[ChoiceResult]:
     """The choices of an undisturbed run."""
-    engine = SimEngine(SimConfig(step_ms=0))
-    engine.add(EngineRequest("x", envelope.prompt_token_ids, envelope.sampling))
     choices = [ChoiceResult(index=index) for index in range(envelope.sampling.n)]
-    while engine.has_work():
-        for output in engine.step():
-            for delta in output.choices:
-                choice = choices[delta.index]
-                choice.text += delta.text
-                choice.token_ids += delta.token_ids
-                if delta.logprobs is not None:
-                    choice.logprobs = (choice.logprobs or []) + [wire_logprob(entry) for entry in delta.logprobs]
-                choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+    for output in _undisturbed(envelope):
+        for delta in output.choices:
+            choice = choices[delta.index]
+            choice.text += delta.text
+            choice.token_ids += delta.token_ids
+            if delta.logprobs is not None:
+                choice.logprobs = (choice.logprobs or []) + [wire_logprob(entry) for entry in delta.logprobs]
+            choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
     return choices
+
+
+def expected_prompt(envelope: Envelope) -> list[TokenLogprob]:
+    """The prompt's log probabilities in an undisturbed run."""
+    return [wire_logprob(entry) for output in _undisturbed(envelope) for entry in output.prompt_logprobs]
+
+
+def _undisturbed(envelope: Envelope) -> Iterator[StepOutput]:
+    engine = SimEngine(SimConfig(step_ms=0, max_model_len=32_768))
+    engine.add(EngineRequest("x", envelope.prompt_token_ids, envelope.sampling))
+    while engine.has_work():
+        yield from engine.step()
