@@ -19,6 +19,8 @@ from shared.protocol import Envelope, JobClass
 from shared.sampling import SamplingParams
 
 ANONYMOUS = "default"
+#: Candidates of all prompts that one answer may hold: about 100 MB of JSON.
+MAX_PROMPT_CANDIDATES = 2**20
 
 
 class Keyring:
@@ -160,8 +162,10 @@ def envelopes(
 
     Raises:
         ContextLengthExceededError: a prompt does not fit; nothing is queued of the others either.
+        InvalidRequestError: see `check_prompt_logprobs`.
     """
     fitted = [fit(request, params, prompt, pool) for prompt in prompts]
+    check_prompt_logprobs(request, params, [prompt for prompt, _ in fitted])
     salt = cache_salt(caller, request.cache_salt)
     created = time.time_ns() // 1_000_000
     result = []
@@ -190,6 +194,25 @@ def envelopes(
             )
         )
     return result
+
+
+def check_prompt_logprobs(request: GenerationRequest, params: SamplingParams, prompts: Sequence[list[int]]) -> None:
+    """Bound what an answer says of its prompts; each choice of a completion says it again.
+
+    Raises:
+        InvalidRequestError: more than `MAX_PROMPT_CANDIDATES`.
+    """
+    if params.prompt_logprobs is None:
+        return
+    times = 1 if isinstance(request, ChatCompletionRequest) else params.n
+    candidates = sum(map(len, prompts)) * (1 + params.prompt_logprobs) * times
+    if candidates > MAX_PROMPT_CANDIDATES:
+        param = "echo" if request.prompt_logprobs is None else "prompt_logprobs"
+        raise InvalidRequestError(
+            f"{param}: the prompts have {candidates} candidates in all choices together, "
+            f"at most {MAX_PROMPT_CANDIDATES} are allowed",
+            param=param,
+        )
 
 
 def cache_salt(caller: Caller, clients: str | None) -> str | None:

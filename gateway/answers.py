@@ -11,6 +11,15 @@ import structlog
 from msgspec import UNSET, UnsetType
 
 from gateway import errors, wire_format
+from gateway.logprobs import (
+    CompletionLogprobs,
+    PromptLogprobs,
+    TextOffsets,
+    chat_logprobs,
+    completion_logprobs,
+    echoed_logprobs,
+    prompt_logprobs,
+)
 from gateway.wire_format import (
     Body,
     ChatChoice,
@@ -19,8 +28,6 @@ from gateway.wire_format import (
     CompletionChoice,
     Delta,
     UsageBody,
-    chat_logprobs,
-    completion_logprobs,
     encode,
     event,
 )
@@ -41,8 +48,12 @@ class Shape:
         job_ids: one per prompt.
         n: choices per prompt; choice `i` of prompt `p` has the index `p * n + i`.
         logprobs: candidates per position; None where not asked for.
+        prompt_logprobs: the same of the prompt. Its entries may hold more, where an echo asked for them.
         include_usage: a last chunk with the usage.
         echo: per prompt the text in front of its choices; empty for none.
+        first: per echoed prompt its first token.
+        echo_only: nothing but the echo is shown.
+        hidden: token ids that the text of an answer does not show.
     """
 
     kind: Literal["chat", "completion"]
@@ -51,8 +62,12 @@ class Shape:
     n: int
     created: int
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     include_usage: bool = False
     echo: Sequence[str] = ()
+    first: Sequence[str] = ()
+    echo_only: bool = False
+    hidden: frozenset[int] = frozenset()
 
     @property
     def id(self) -> str:
@@ -64,10 +79,10 @@ class Shape:
 class _Choice:
     """What was received of one choice."""
 
+    offsets: TextOffsets
     tokens: int = 0
     pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    offset: int = 0
     finish: FinishReason | None = None
     stop: str | int | None = None
 
@@ -81,7 +96,8 @@ class Answer:
     def __init__(self, shape: Shape, *, whole: bool) -> None:
         self.shape = shape
         self._whole = whole
-        self._choices = [_Choice() for _ in range(len(shape.job_ids) * shape.n)]
+        self._choices = [_Choice(TextOffsets(0, shape.hidden)) for _ in range(len(shape.job_ids) * shape.n)]
+        self._prompts: list[list[TokenLogprob]] = [[] for _ in shape.job_ids]
         self._usages = [Usage() for _ in shape.job_ids]
         self._object: Literal["chat.completion.chunk", "text_completion"] = (
             "chat.completion.chunk" if shape.kind == "chat" else "text_completion"
@@ -121,6 +137,8 @@ class Answer:
             RopewayError: the job ended with an error; what clients may see of it.
             ProtocolError: tokens are missing or come twice.
         """
+        if self._whole:
+            self._prompts[job] += frame.prompt_logprobs
         shown = [pair for choice in frame.choices if (pair := self._accept(job, choice)) is not None]
         number = frame.seq if len(self.shape.job_ids) == 1 else None
         if frame.last:
@@ -149,10 +167,15 @@ class Answer:
         usage = UsageBody.of(self._usages)
         return event(encode(self._body([], usage))) + wire_format.DONE
 
+    @property
+    def candidates(self) -> int:
+        """Of all prompts together: what makes a whole answer large."""
+        return sum(1 + len(entry.top) for prompt in self._prompts for entry in prompt)
+
     def whole(self) -> bytes:
         """The answer as one JSON object."""
         if self.shape.kind == "completion":
-            choices = [self._completion_choice(i, c) for i, c in enumerate(self._choices)]
+            choices = [choice for job in range(len(self._prompts)) for choice in self._completion_choices(job)]
             return encode(self._body(choices, UsageBody.of(self._usages)))
         body = Body(
             self.shape.id,
@@ -161,6 +184,7 @@ class Answer:
             self.shape.model,
             [self._chat_choice(i, c) for i, c in enumerate(self._choices)],
             UsageBody.of(self._usages),
+            prompt_logprobs=self._prompt_logprobs(0),
         )
         return encode(body)
 
@@ -205,8 +229,7 @@ class Answer:
         kept = self._choices[index]
         values = None
         if most is not None and choice.logprobs:
-            values = completion_logprobs(choice.logprobs, most, kept.offset)
-            kept.offset += sum(len(t) for t in values.tokens)
+            values = completion_logprobs(choice.logprobs, most, kept.offsets)
         return self._chunk(CompletionChoice(index, choice.text, values, choice.finish, stop), number)
 
     def _chunk(self, choice: ChatChunkChoice | CompletionChoice, number: int | None = None) -> bytes:
@@ -223,13 +246,28 @@ class Answer:
         message = ChatMessage("assistant", "".join(kept.pieces))
         return ChatChoice(index, message, logprobs, kept.finish, kept.stop)
 
-    def _completion_choice(self, index: int, kept: _Choice) -> CompletionChoice:
-        most = self.shape.logprobs
-        logprobs = None if most is None else completion_logprobs(kept.logprobs, most, 0)
-        text = "".join(kept.pieces)
-        if self.shape.echo:
-            text = self.shape.echo[index // self.shape.n] + text
-        return CompletionChoice(index, text, logprobs, kept.finish, kept.stop)
+    def _completion_choices(self, job: int) -> list[CompletionChoice]:
+        """The choices of one prompt, each with all that is said of the prompt."""
+        shape, most = self.shape, self.shape.logprobs
+        prompt, echo = self._prompt_logprobs(job), shape.echo[job] if shape.echo else ""
+        echoed: CompletionLogprobs | None = None
+        if shape.first and most is not None:
+            echoed = echoed_logprobs(echo, shape.first[job], self._prompts[job], most)
+        choices = []
+        for index in range(job * shape.n, (job + 1) * shape.n):
+            kept = self._choices[index]
+            text, logprobs = echo, echoed
+            if not shape.echo_only:
+                text += "".join(kept.pieces)
+                if most is not None:
+                    own = completion_logprobs(kept.logprobs, most, TextOffsets(len(echo), shape.hidden))
+                    logprobs = own if echoed is None else echoed + own
+            choices.append(CompletionChoice(index, text, logprobs, kept.finish, kept.stop, prompt))
+        return choices
+
+    def _prompt_logprobs(self, job: int) -> PromptLogprobs | UnsetType:
+        most = self.shape.prompt_logprobs
+        return UNSET if most is None else [None, *prompt_logprobs(self._prompts[job], most)]
 
 
 def from_result(shape: Shape, result: Result) -> bytes:
@@ -251,6 +289,7 @@ def from_result(shape: Shape, result: Result) -> bytes:
             )
             for c in result.choices
         ],
+        prompt_logprobs=result.prompt_logprobs or [],
         status="completed",
         usage=result.usage,
         timings=result.timings,

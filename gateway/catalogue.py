@@ -62,6 +62,10 @@ class Catalogue:
         """All pools known now, by name."""
         return [self._pools[name] for name in sorted(self._pools)]
 
+    def known(self, model: str) -> Pool | None:
+        """The pool that serves a model, if it is known now."""
+        return self._pools.get(model)
+
     async def find(self, model: str) -> Pool:
         """The pool that serves a model.
 

@@ -23,6 +23,8 @@ SSE_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 CLIENT_CLOSED_REQUEST = 499
+#: Log probabilities of prompts, candidates counted, above which an answer is written in a thread.
+INLINE_CANDIDATES = 5_000
 #: Seconds past a job's deadline, by this clock, that the queue has to end it.
 DEADLINE_SLACK_S = 2.0
 
@@ -125,7 +127,8 @@ class GenerationResponse(Response):
         while not follower.ended:
             for job, frame in await self._next(follower, client):
                 answer.add(job, frame, chunks=False)
-        body = answer.whole()
+        large = answer.candidates > INLINE_CANDIDATES
+        body = await self._services.in_thread(answer.whole) if large else answer.whole()
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),

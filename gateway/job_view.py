@@ -62,8 +62,8 @@ def of_envelope(envelope: Envelope) -> bytes:
     )
 
 
-def of_view(view: JobView) -> bytes:
-    """A job as the queue has it.
+def of_view(view: JobView, hidden: frozenset[int] = frozenset()) -> bytes:
+    """A job as the queue has it; `hidden` are the token ids that texts of its model do not show by default.
 
     Raises:
         ProtocolError: its result does not decode.
@@ -91,12 +91,12 @@ def of_view(view: JobView) -> bytes:
             usage=None if result is None else UsageBody.of([result.usage]),
             timings=None if result is None else result.timings,
             error=None if result is None else _error(view.id, result),
-            result=None if result is None else msgspec.Raw(from_result(_shape(envelope), result)),
+            result=None if result is None else msgspec.Raw(from_result(_shape(envelope, hidden), result)),
         )
     )
 
 
-def _shape(envelope: Envelope) -> Shape:
+def _shape(envelope: Envelope, hidden: frozenset[int]) -> Shape:
     return Shape(
         kind=envelope.kind,
         model=envelope.model,
@@ -104,6 +104,8 @@ def _shape(envelope: Envelope) -> Shape:
         n=envelope.sampling.n,
         created=envelope.created_ms // 1000,
         logprobs=envelope.sampling.logprobs,
+        prompt_logprobs=envelope.sampling.prompt_logprobs,
+        hidden=hidden if envelope.sampling.skip_special_tokens else frozenset(),
     )
 
 

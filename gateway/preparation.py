@@ -12,7 +12,7 @@ from gateway.admission import Caller, JobOptions, envelopes
 from gateway.answers import Shape
 from gateway.catalogue import Catalogue
 from gateway.prompts import PromptEncoder, split_prompts
-from gateway.sampling import check_choices, sampling_params
+from gateway.sampling import check_choices, echoes_logprobs, echoes_only, sampling_params
 from gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from shared.errors import InvalidRequestError
 from shared.protocol import Envelope
@@ -55,6 +55,7 @@ class Preparer:
         loop = asyncio.get_running_loop()
         tokens, echo = await loop.run_in_executor(self._executor, _encode, request, pool.encoder)
         jobs = envelopes(request, params, tokens, pool, caller, options)
+        first = [pool.encoder.decode(job.prompt_token_ids[:1]) for job in jobs] if echoes_logprobs(request) else []
         shape = Shape(
             kind=jobs[0].kind,
             model=request.model,
@@ -62,8 +63,12 @@ class Preparer:
             n=params.n,
             created=answers.now(),
             logprobs=params.logprobs,
+            prompt_logprobs=request.prompt_logprobs,
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
             echo=echo,
+            first=first,
+            echo_only=echoes_only(request),
+            hidden=pool.encoder.special_ids if params.skip_special_tokens else frozenset(),
         )
         return Prepared(jobs, shape)
 

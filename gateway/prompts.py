@@ -265,6 +265,9 @@ class PromptEncoder:
         self._context = card.max_model_len
         #: No token stands for more characters than this.
         self._longest = max((len(t) for t in self._tokenizer.get_vocab()), default=1)
+        added = self._tokenizer.get_added_tokens_decoder()
+        #: Ids that answers do not show by default.
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def chat(
         self,

@@ -33,6 +33,7 @@ _SAME = (
     "bad_words",
     "allowed_token_ids",
     "skip_reading_prefix_cache",
+    "prompt_logprobs",
 )
 #: What a model's generation config may set; the first four are what vLLM takes from it too.
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -59,6 +60,8 @@ def sampling_params(request: GenerationRequest, card: Card) -> SamplingParams:
     try:
         params = SamplingParams(**values)
         params.check_vocabulary(card.vocab_size)
+        if echoes_logprobs(request):
+            params.prompt_logprobs = max(params.prompt_logprobs or 0, params.logprobs or 0)
     except InvalidRequestError as error:
         raise _renamed(error, request) from None
     return params
@@ -73,10 +76,20 @@ def model_defaults(defaults: Mapping[str, float]) -> dict[str, float]:
 
 
 def asked_tokens(request: GenerationRequest) -> int | None:
-    """The client's `max_tokens`; `max_completion_tokens` wins where both are given."""
+    """The client's `max_tokens`; `max_completion_tokens` wins where both are given. A job has one at least."""
     if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
         return request.max_completion_tokens
-    return request.max_tokens
+    return 1 if echoes_only(request) else request.max_tokens
+
+
+def echoes_logprobs(request: GenerationRequest) -> bool:
+    """Whether the log probabilities of the answer begin with those of the prompt."""
+    return isinstance(request, CompletionRequest) and bool(request.echo) and request.asks_logprobs
+
+
+def echoes_only(request: GenerationRequest) -> bool:
+    """Whether only the prompt is asked for, as evaluations do."""
+    return isinstance(request, CompletionRequest) and bool(request.echo) and request.max_tokens == 0
 
 
 def draw_seed() -> int:

@@ -53,7 +53,6 @@ _REFUSED: dict[str, Callable[[Any], bool]] = {
     "reasoning_effort": _always,
     "verbosity": lambda v: v in (None, "medium"),
     "suffix": _empty,
-    "prompt_logprobs": _always,
     "prompt_embeds": _always,
     "use_beam_search": _empty,
     "best_of": lambda v: v in (None, 1),
@@ -130,6 +129,7 @@ class GenerationRequest(BaseModel):
     allowed_token_ids: list[int] | None = None
     truncate_prompt_tokens: int | None = Field(None, description="keep the last so many tokens; -1: what fits")
     add_special_tokens: bool | None = Field(None, description="by default true for completions, false for chat")
+    prompt_logprobs: int | None = Field(None, description="0 to 20 candidates per token of the prompt; not in a stream")
     skip_reading_prefix_cache: bool | None = Field(None, description="compute the whole prompt anew")
     prompt_cache_key: str | None = Field(None, max_length=256, description="requests of one key share a lane")
     cache_salt: str | None = Field(None, min_length=1, max_length=256, description="separates prefix caches")
@@ -167,8 +167,13 @@ class CompletionRequest(GenerationRequest):
     prompt: str | list[Any] = Field(description="string, list of strings, list of token ids, or list of such lists")
     logprobs: int | None = Field(None, description="0 to 20")
     top_logprobs: int | None = Field(None, description="another name of `logprobs`")
-    echo: bool | None = Field(None, description="put the prompt in front of each choice; not with `logprobs`")
+    echo: bool | None = Field(None, description="put the prompt in front of each choice, in `logprobs` too")
     best_of: int | None = Field(None, description="only the value of `n`")
+
+    @property
+    def asks_logprobs(self) -> bool:
+        """Under either name."""
+        return self.logprobs is not None or self.top_logprobs is not None
 
 
 class JobRequest(BaseModel):
@@ -227,6 +232,8 @@ def _refuse(request: BaseModel, refused: dict[str, Callable[[Any], bool]]) -> No
 def _check(request: GenerationRequest) -> None:
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options: only allowed when stream is true", param="stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise InvalidRequestError("prompt_logprobs: not available when stream is true", param="prompt_logprobs")
     check_metadata(request.metadata)
     if isinstance(request, ChatCompletionRequest):
         _check_chat(request)
@@ -250,8 +257,8 @@ def _check_chat(request: ChatCompletionRequest) -> None:
 def _check_completion(request: CompletionRequest) -> None:
     if request.best_of is not None and request.best_of != request.choices:
         raise UnsupportedParameterError("best_of: only the value of n is supported", param="best_of")
-    if request.echo and request.logprobs is not None:
-        raise UnsupportedParameterError("echo: not supported together with logprobs", param="echo")
+    if request.echo and request.stream and (request.asks_logprobs or request.max_tokens == 0):
+        raise UnsupportedParameterError("echo: with logprobs, or alone, it is not supported in a stream", param="echo")
 
 
 def check_metadata(metadata: dict[str, str] | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -24,6 +25,7 @@ from shared.settings import GatewaySettings
 _INLINE_BYTES = 64 * 1024
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,10 @@ class Services:
     submitter: Submitter
     metrics: GatewayMetrics
     executor: Executor
+
+    async def in_thread(self, call: Callable[[], T]) -> T:
+        """What a call answers that would hold up every other stream for long."""
+        return await asyncio.get_running_loop().run_in_executor(self.executor, call)
 
 
 def services_of(request: Request) -> Services:
@@ -68,5 +74,4 @@ async def body_of(request: Request, model: type[M]) -> M:
     data = await request.body()
     if len(data) <= _INLINE_BYTES:
         return parse(model, data)
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(services_of(request).executor, parse, model, data)
+    return await services_of(request).in_thread(lambda: parse(model, data))

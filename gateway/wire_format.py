@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from shared.protocol import ChoiceFrame, ErrorInfo, FinishReason, Frame, TokenLogprob, TopLogprob, Usage
+from gateway.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
+from shared.protocol import ChoiceFrame, ErrorInfo, FinishReason, Frame, TokenLogprob, Usage
 
 _encoder = msgspec.json.Encoder()
 encode = _encoder.encode
@@ -17,41 +17,6 @@ encode = _encoder.encode
 DONE = b"data: [DONE]\n\n"
 # One newline, not two: a blank line makes some clients (openai's among them) dispatch an event without data.
 KEEPALIVE = b": keepalive\n"
-#: The least log probability that is sent: JSON has no infinity.
-LOGPROB_FLOOR = -9999.0
-
-
-class TopToken(msgspec.Struct, frozen=True):
-    """A candidate of a position."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatToken(msgspec.Struct, frozen=True):
-    """A token of a chat answer with its log probability."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopToken]
-
-
-class ChatLogprobs(msgspec.Struct, frozen=True):
-    """Log probabilities of a chat answer, one entry per token."""
-
-    content: list[ChatToken]
-    refusal: None = None
-
-
-class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Log probabilities of a completion, one entry per token in each list."""
-
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
@@ -118,10 +83,11 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Body(msgspec.Struct, frozen=True):
-    """Answer or chunk of either endpoint."""
+    """Answer or chunk of either endpoint. Only a chat has its prompt's log probabilities here."""
 
     id: str
     object: Literal["chat.completion", "chat.completion.chunk", "text_completion"]
@@ -130,39 +96,7 @@ class Body(msgspec.Struct, frozen=True):
     choices: Sequence[ChatChoice | ChatChunkChoice | CompletionChoice]
     usage: UsageBody | UnsetType | None = UNSET
     system_fingerprint: None = None
-
-
-def finite(logprob: float) -> float:
-    """A log probability that JSON can hold."""
-    return max(logprob, LOGPROB_FLOOR) if math.isfinite(logprob) else LOGPROB_FLOOR
-
-
-def chat_logprobs(entries: Sequence[TokenLogprob], most: int) -> ChatLogprobs:
-    """Entries as chat shows them, with at most `most` candidates each."""
-    return ChatLogprobs(
-        [
-            ChatToken(_text(e.token), finite(e.logprob), list(e.token), [_top(candidate) for candidate in e.top[:most]])
-            for e in entries
-        ]
-    )
-
-
-def completion_logprobs(entries: Sequence[TokenLogprob], most: int, offset: int) -> CompletionLogprobs:
-    """Entries as completions show them; the sampled token is always among the candidates.
-
-    `offset` is the first token's place in the choice's text.
-    """
-    tokens = [_text(e.token) for e in entries]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    tops = []
-    for token, entry in zip(tokens, entries, strict=True):
-        top = {_text(candidate.token): finite(candidate.logprob) for candidate in entry.top[:most]}
-        top.setdefault(token, finite(entry.logprob))
-        tops.append(top)
-    return CompletionLogprobs(tokens, [finite(e.logprob) for e in entries], tops, offsets)
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 def event(data: bytes, number: int | None = None) -> bytes:
@@ -179,6 +113,8 @@ def frame_event(frame: Frame, error: ErrorInfo | None) -> bytes:
         "kind": frame.kind,
         "choices": [_choice(choice) for choice in frame.choices],
     }
+    if frame.prompt_logprobs:
+        data["prompt_logprobs"] = prompt_logprobs(frame.prompt_logprobs, _widest(frame.prompt_logprobs))
     if frame.status is not None:
         data["status"] = frame.status
     if frame.usage is not None:
@@ -199,13 +135,9 @@ def _choice(choice: ChoiceFrame) -> dict[str, Any]:
     if choice.finish is not None:
         data["stop_reason"] = choice.stop
     if choice.logprobs is not None:
-        data["logprobs"] = chat_logprobs(choice.logprobs, max((len(e.top) for e in choice.logprobs), default=0)).content
+        data["logprobs"] = chat_logprobs(choice.logprobs, _widest(choice.logprobs)).content
     return data
 
 
-def _top(candidate: TopLogprob) -> TopToken:
-    return TopToken(_text(candidate.token), finite(candidate.logprob), list(candidate.token))
-
-
-def _text(token: bytes) -> str:
-    return token.decode("utf-8", "replace")
+def _widest(entries: Sequence[TokenLogprob]) -> int:
+    return max((len(entry.top) for entry in entries), default=0)

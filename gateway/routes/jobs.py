@@ -32,6 +32,8 @@ from shared.protocol import FINAL_STATUSES
 router = APIRouter(tags=["jobs"])
 
 _JSON = "application/json"
+#: Results up to this are written in the event loop.
+_INLINE_BYTES = 256 * 1024
 #: Sequence numbers have at most so many digits.
 _MAX_DIGITS = 15
 Wait = Annotated[float, Query(ge=0, allow_inf_nan=False, description="seconds to wait for the end, bounded")]
@@ -68,7 +70,7 @@ async def get_job(request: Request, job_id: str, wait: Wait = 0.0) -> Response:
     if wait > 0 and view.status not in FINAL_STATUSES:
         await _until_ended(request, view, min(wait, services.settings.max_wait_s))
         view = await services.store.get(job_id)
-    return Response(job_view.of_view(view), media_type=_JSON)
+    return await _shown(services, view)
 
 
 @router.get("/v1/jobs/{job_id}/events", response_model=None)
@@ -95,7 +97,16 @@ async def cancel_job(request: Request, job_id: str) -> Response:
     await _visible(request, job_id)
     if await services.store.cancel(job_id) is None:
         raise JobNotFoundError("no job has this id", param="id")
-    return Response(job_view.of_view(await services.store.get(job_id)), media_type=_JSON)
+    return await _shown(services, await services.store.get(job_id))
+
+
+async def _shown(services: Services, view: JobView) -> Response:
+    """The job as an answer; one with a large result is written in a thread."""
+    pool = services.catalogue.known(view.envelope.model)
+    hidden = frozenset[int]() if pool is None else pool.encoder.special_ids
+    if view.result is None or len(view.result) <= _INLINE_BYTES:
+        return Response(job_view.of_view(view, hidden), media_type=_JSON)
+    return Response(await services.in_thread(lambda: job_view.of_view(view, hidden)), media_type=_JSON)
 
 
 def _inner(order: JobRequest) -> GenerationRequest:

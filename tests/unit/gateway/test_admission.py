@@ -137,6 +137,30 @@ def test_envelopes_hold_the_request(tokenizer: PromptEncoder) -> None:
     assert envelopes(given, sampling_params(given, card()), [[5]], pool, Caller(), OPTIONS)[0].sampling.seed == 5
 
 
+@pytest.mark.parametrize(
+    ("request_", "param"),
+    [
+        (completion(prompt_logprobs=20, n=20, temperature=1), "prompt_logprobs"),
+        (completion(echo=True, logprobs=20, n=20, temperature=1), "echo"),
+        (chat(prompt_logprobs=20, n=20, temperature=1), None),
+        (completion(prompt_logprobs=1, n=20, temperature=1), None),
+        (completion(logprobs=20, n=20, temperature=1), None),
+    ],
+)
+def test_what_an_answer_says_of_its_prompts_is_bounded(
+    tokenizer: PromptEncoder, request_: GenerationRequest, param: str | None
+) -> None:
+    pool = Pool(card(max_model_len=8192, kv_tokens=0), tokenizer)
+    asked = sampling_params(request_, pool.card)
+    prompts = [[5] * 2600]
+    if param is None:
+        assert len(envelopes(request_, asked, prompts, pool, Caller(), OPTIONS)) == 1
+        return
+    with pytest.raises(InvalidRequestError, match=f"{param}: .* 1092000 candidates") as caught:
+        envelopes(request_, asked, prompts, pool, Caller(), OPTIONS)
+    assert caught.value.param == param
+
+
 def test_a_salt_is_of_the_tenant() -> None:
     a, b = Caller("key-a", True), Caller("key-b", True)
     assert cache_salt(Caller(), None) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any, Literal
 
@@ -118,6 +119,69 @@ def test_entries_of_logprobs_are_as_many_as_tokens(kind: Any) -> None:
     assert found[2] is None
 
 
+def prompt_entry(token_id: int, token: bytes) -> TokenLogprob:
+    top = [TopLogprob(id=90 + i, logprob=-0.5 - i, rank=1 + i, token=b"q%d" % i) for i in range(3)]
+    return TokenLogprob(id=token_id, logprob=-4.0, rank=9, token=token, top=top)
+
+
+def test_prompts_log_probabilities_are_with_each_choice_of_their_prompt() -> None:
+    answer = Answer(shape(job_ids=[JOB, JOB[:-1] + "b"], n=2, prompt_logprobs=1), whole=True)
+    answer.add(0, frame(1, prompt_logprobs=[prompt_entry(5, b"a")]), chunks=False)
+    answer.add(1, frame(1, prompt_logprobs=[prompt_entry(6, b"c")]), chunks=False)
+    answer.add(0, frame(2, part("x", 0), part("y", 0, index=1), prompt_logprobs=[prompt_entry(7, b"b")]), chunks=False)
+    assert answer.candidates == 3 * 4
+    body = json.loads(answer.whole())
+    assert "prompt_logprobs" not in body
+    first, again, second, _ = (choice["prompt_logprobs"] for choice in body["choices"])
+    likeliest = {"logprob": -0.5, "rank": 1, "decoded_token": "q0"}
+    assert first == again
+    assert first == [
+        None,
+        {"5": {"logprob": -4.0, "rank": 9, "decoded_token": "a"}, "90": likeliest},
+        {"7": {"logprob": -4.0, "rank": 9, "decoded_token": "b"}, "90": likeliest},
+    ]
+    assert [list(each or ()) for each in second] == [[], ["6", "90"]]
+
+
+def test_a_chats_prompt_is_told_of_once() -> None:
+    answer = Answer(shape("chat", n=2, prompt_logprobs=0), whole=True)
+    answer.add(0, frame(1, part("x", 0), prompt_logprobs=[prompt_entry(5, b"a")]), chunks=False)
+    body = json.loads(answer.whole())
+    assert body["prompt_logprobs"] == [None, {"5": {"logprob": -4.0, "rank": 9, "decoded_token": "a"}}]
+    assert all("prompt_logprobs" not in choice for choice in body["choices"])
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_nothing_is_said_of_a_prompt_where_nobody_asked(kind: Any) -> None:
+    answer = Answer(shape(kind), whole=True)
+    answer.add(0, frame(1, part("x", 0)), chunks=False)
+    assert b"prompt_logprobs" not in answer.whole()
+
+
+def test_an_echo_with_logprobs_has_the_prompts_tokens_in_front() -> None:
+    asked = shape(logprobs=1, echo=["a b"], first=["a"], prompt_logprobs=None)
+    answer = Answer(asked, whole=True)
+    answer.add(0, frame(1, prompt_logprobs=[prompt_entry(5, b" b")]), chunks=False)
+    own = TokenLogprob(
+        id=7, logprob=-1.0, rank=1, token=b" c", top=[TopLogprob(id=7, logprob=-1.0, rank=1, token=b" c")]
+    )
+    answer.add(0, frame(2, ChoiceFrame(ids=[7], text=" c", logprobs=[own], finish="length")), chunks=False)
+    (choice,) = json.loads(answer.whole())["choices"]
+    assert choice["text"] == "a b c" and "prompt_logprobs" not in choice
+    assert choice["logprobs"] == {
+        "tokens": ["a", " b", " c"],
+        "token_logprobs": [None, -4.0, -1.0],
+        "top_logprobs": [None, {"q0": -0.5, " b": -4.0}, {" c": -1.0}],
+        "text_offset": [0, 1, 3],
+    }
+    alone = Answer(dataclasses.replace(asked, echo_only=True), whole=True)
+    alone.add(0, frame(1, prompt_logprobs=[prompt_entry(5, b" b")]), chunks=False)
+    alone.add(0, frame(2, ChoiceFrame(ids=[7], text=" c", logprobs=[own], finish="length")), chunks=False)
+    (choice,) = json.loads(alone.whole())["choices"]
+    assert choice["text"] == "a b" and choice["logprobs"]["tokens"] == ["a", " b"]
+    assert choice["finish_reason"] == "length"
+
+
 def test_an_error_frame_keeps_its_text_and_closes_every_choice() -> None:
     answer = Answer(shape(n=2), whole=False)
     answer.add(0, frame(1, part("a", 0)), chunks=True)
@@ -177,3 +241,9 @@ def test_a_result_becomes_the_answer_of_its_endpoint() -> None:
     ]
     assert chat["usage"]["total_tokens"] == 5
     assert json.loads(from_result(shape(), result))["choices"][0]["text"] == "hi"
+    result.prompt_logprobs = [prompt_entry(5, b"a"), prompt_entry(6, b"b")]
+    asked = json.loads(from_result(shape(prompt_logprobs=1), result))["choices"][0]["prompt_logprobs"]
+    assert [list(each or ()) for each in asked] == [[], ["5", "90"], ["6", "90"]]
+    # A job that ended with no worker at hand: log probabilities are in its log only.
+    result.prompt_logprobs = None
+    assert json.loads(from_result(shape("chat", prompt_logprobs=1), result))["prompt_logprobs"] == [None]

@@ -55,6 +55,9 @@ def completion(**more: Any) -> bytes:
         (chat(stream="yes"), "stream"),
         (chat(stream_options={"include_usage": True}), "stream_options"),
         (chat(top_logprobs=3), "top_logprobs"),
+        (chat(prompt_logprobs=True), "prompt_logprobs"),
+        (chat(prompt_logprobs=0, stream=True), "prompt_logprobs"),
+        (chat(skip_reading_prefix_cache="yes"), "skip_reading_prefix_cache"),
         (chat(metadata={"a": 1}), "metadata"),
         (chat(metadata={str(i): "x" for i in range(17)}), "metadata"),
         (chat(metadata={"a": "x" * 513}), "metadata"),
@@ -88,7 +91,6 @@ def test_bad_chat_bodies_name_the_field(body: bytes, param: str | None) -> None:
         ("modalities", ["text", "audio"]),
         ("prediction", {"type": "content"}),
         ("web_search_options", {}),
-        ("prompt_logprobs", 0),
         ("chat_template", "{{ messages }}"),
         ("guided_json", {"type": "object"}),
         ("best_of", 3),
@@ -125,7 +127,13 @@ def test_what_asks_for_nothing_is_taken(field: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     ("more", "param"),
-    [({"suffix": "x"}, "suffix"), ({"best_of": 3}, "best_of"), ({"echo": True, "logprobs": 1}, "echo")],
+    [
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "echo"),
+        ({"echo": True, "top_logprobs": 0, "stream": True}, "echo"),
+        ({"echo": True, "max_tokens": 0, "stream": True}, "echo"),
+    ],
 )
 def test_completion_fields_not_served(more: dict[str, Any], param: str) -> None:
     with pytest.raises(UnsupportedParameterError) as caught:
@@ -181,6 +189,8 @@ def test_errors_do_not_echo_what_was_sent(body: bytes) -> None:
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_completion_tokens": 5, "min_tokens": 6}, "min_tokens"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"presence_penalty": 3}, "presence_penalty"),
     ],
 )
@@ -218,7 +228,7 @@ def test_every_sampling_field_goes_over() -> None:
         "temperature": 0.5, "top_p": 0.8, "top_k": 3, "min_p": 0.1, "presence_penalty": 1.0, "frequency_penalty": -1.0,
         "repetition_penalty": 1.2, "n": 2, "stop": ["a", "b"], "seed": -5, "min_tokens": 1, "stop_token_ids": [4],
         "include_stop_str_in_output": True, "ignore_eos": True, "skip_special_tokens": False,
-        "skip_reading_prefix_cache": True,
+        "skip_reading_prefix_cache": True, "prompt_logprobs": 3,
         "spaces_between_special_tokens": False, "bad_words": ["x"], "allowed_token_ids": [1, 2],
         "max_tokens": 9,
     }  # fmt: skip
@@ -252,6 +262,31 @@ def test_top_logprobs_is_another_name_on_completions() -> None:
             sampling_params(parse(CompletionRequest, completion(**more)), pool)
         assert caught.value.param == "top_logprobs"
         assert caught.value.message.startswith("top_logprobs")
+
+
+@pytest.mark.parametrize(
+    ("more", "asked"),
+    [
+        ({"logprobs": 2}, None),
+        ({"echo": True}, None),
+        ({"echo": True, "logprobs": 2}, 2),
+        ({"echo": True, "logprobs": 0}, 0),
+        ({"echo": True, "top_logprobs": 2}, 2),
+        ({"echo": True, "logprobs": 2, "prompt_logprobs": 0}, 2),
+        ({"echo": True, "logprobs": 0, "prompt_logprobs": 5}, 5),
+        ({"echo": True, "prompt_logprobs": 5}, 5),
+    ],
+)
+def test_an_echo_with_logprobs_asks_for_those_of_the_prompt(more: dict[str, Any], asked: int | None) -> None:
+    assert sampling_params(parse(CompletionRequest, completion(**more)), card()).prompt_logprobs == asked
+
+
+def test_an_echo_alone_is_a_job_of_one_token() -> None:
+    assert sampling_params(parse(CompletionRequest, completion(echo=True, max_tokens=0)), card()).max_tokens == 1
+    for more in ({"max_tokens": 0}, {"echo": False, "max_tokens": 0}, {"echo": True, "max_tokens": -1}):
+        with pytest.raises(InvalidRequestError) as caught:
+            sampling_params(parse(CompletionRequest, completion(**more)), card())
+        assert caught.value.param == "max_tokens"
 
 
 @pytest.mark.parametrize(
