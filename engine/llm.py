@@ -17,8 +17,9 @@ from tokenizers import Tokenizer
 from engine.build import build_engine
 from engine.chat import render_chat
 from engine.config import Device, DType, EngineConfig
-from engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, candidates
 from engine.request import EngineRequest, StepOutput
+from engine.validation import checked_prompt
 from shared.errors import InvalidRequestError
 from shared.sampling import SamplingParams
 
@@ -189,20 +190,26 @@ class LLM:
     def _add(self, text: str | None, ids: list[int], params: SamplingParams) -> RequestOutput:
         if params.seed is None and self._seeds is not None:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
-        request_id = str(next(self._ids))
-        self._engine.add(EngineRequest(request_id, ids, params))
+        request = EngineRequest(str(next(self._ids)), ids, params)
+        # As the engine cuts it, so that the output shows what the model sees.
+        room = min(self._info.max_model_len, self._info.kv_tokens)
+        request.prompt_token_ids = checked_prompt(request, self._info.vocab_size, room)
+        self._engine.add(request)
         return RequestOutput(
-            request_id=request_id,
+            request_id=request.id,
             prompt=text,
-            prompt_token_ids=ids,
+            prompt_token_ids=request.prompt_token_ids,
             outputs=[CompletionOutput(index) for index in range(params.n)],
             finished=False,
             metrics=RequestMetrics(time.monotonic()),
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
 
 
 def _collect(output: RequestOutput, step: StepOutput) -> None:
     """Add what a step did for a request."""
+    if output.prompt_logprobs is not None:
+        output.prompt_logprobs += map(candidates, step.prompt_logprobs)
     for delta in step.choices:
         choice = output.outputs[delta.index]
         choice.text += delta.text

@@ -44,10 +44,14 @@ class CompletionOutput:
         if self.logprobs is None:
             self.logprobs, self.cumulative_logprob = [], 0.0
         for entry in entries:
-            candidates = {token: Logprob(value, rank, _text(raw)) for token, value, rank, raw in entry.top}
-            candidates.setdefault(entry.token_id, Logprob(entry.logprob, entry.rank, _text(entry.token)))
-            self.logprobs.append(candidates)
+            self.logprobs.append(candidates(entry))
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + entry.logprob
+
+
+def candidates(entry: LogprobEntry) -> dict[int, Logprob]:
+    """Those of one position by token id, the position's own token among them."""
+    own = {entry.token_id: Logprob(entry.logprob, entry.rank, _text(entry.token))}
+    return own | {token: Logprob(value, rank, _text(raw)) for token, value, rank, raw in entry.top}
 
 
 def _text(raw: bytes) -> str:
@@ -70,10 +74,12 @@ class RequestOutput:
     Attributes:
         request_id: unique within the `LLM`.
         prompt: text, if it was given as text.
-        prompt_token_ids: what the model saw.
+        prompt_token_ids: what the model saw, without what `truncate_prompt_tokens` cut off.
         outputs: one per choice, in order.
         finished: always true in what `LLM` returns.
         metrics: when things happened.
+        prompt_logprobs: per token of the prompt the candidates by id, the token itself among them; None for the first
+            token, and altogether where not asked for.
         num_cached_tokens: prompt tokens that the prefix cache had.
         error: why the request failed; its choices then end with `error`.
     """
@@ -84,5 +90,6 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     error: RopewayError | None = None

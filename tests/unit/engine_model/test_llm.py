@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -68,6 +69,27 @@ def test_logprobs_come_as_a_mapping_per_token_with_the_token_in_it(llm: LLM) -> 
     own = [candidates[token] for candidates, token in zip(choice.logprobs, choice.token_ids, strict=True)]
     assert choice.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in own))
     assert own[0].decoded_token == llm.get_tokenizer().id_to_token(choice.token_ids[0])
+
+
+@pytest.mark.parametrize(
+    ("keep", "most", "kept"), [(None, 6, 60), (3, 6, 3), (90, 6, 60), (-1, 6, 60), (-1, 80, 48), (-1, 127, 1)]
+)
+def test_a_prompt_is_cut_to_what_is_asked_for_or_fits(llm: LLM, keep: int | None, most: int, kept: int) -> None:
+    ids = [3 + at % 90 for at in range(60)]
+    params = SamplingParams(temperature=0, max_tokens=most, truncate_prompt_tokens=keep, stop_token_ids=[5])
+    cut, plain = llm.generate(
+        [{"prompt_token_ids": ids}, {"prompt_token_ids": ids[-kept:]}],
+        [params, msgspec.structs.replace(params, truncate_prompt_tokens=None)],
+        use_tqdm=False,
+    )
+    assert cut.prompt_token_ids == ids[-kept:] == plain.prompt_token_ids
+    assert cut.outputs == plain.outputs
+    assert len(ids) == 60, "the caller's own list stays as it is"
+
+
+def test_no_cut_makes_room_for_more_tokens_than_the_cache_holds(llm: LLM) -> None:
+    with pytest.raises(ContextLengthExceededError):
+        llm.generate("w5 w6", SamplingParams(max_tokens=128, truncate_prompt_tokens=-1), use_tqdm=False)
 
 
 def test_chat_renders_the_template(llm: LLM) -> None:
