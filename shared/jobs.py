@@ -195,10 +195,16 @@ class LaneLoad:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A buried job, for an operator."""
+    """A buried job, for an operator. `envelope` as it was submitted, encoded."""
 
     entry: str
     job_id: str
     reason: str
     attempts: int
     error: ErrorInfo | None = None
+    envelope: bytes = b""
+
+    @property
+    def buried_ms(self) -> int:
+        """Unix milliseconds of Redis's clock."""
+        return int(self.entry.partition("-")[0])

@@ -277,6 +277,11 @@ class JobStore:
             pipe.delete(keys.worker(pool, owner))
             await pipe.execute()
 
+    async def paused(self, pool: str) -> bool:
+        """Whether the pool's workers are to take nothing; see `shared.upkeep`."""
+        async with self._guard():
+            return bool(await self._redis.exists(keys.paused(pool)))
+
     async def now_ms(self) -> int:
         """Unix milliseconds of Redis's clock."""
         async with self._guard():

@@ -143,6 +143,16 @@ def control(pool: str) -> str:
     return f"rw:{{{pool}}}:ctl"
 
 
+def paused(pool: str) -> str:
+    """String, there while the pool is paused: its workers take nothing."""
+    return f"rw:{{{pool}}}:paused"
+
+
+def sweep_lock(pool: str) -> str:
+    """String: which gateway sweeps the pool just now."""
+    return f"rw:{{{pool}}}:sweep"
+
+
 def pools() -> str:
     """Set of pool names that have a card."""
     return "rw:pools"

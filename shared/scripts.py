@@ -267,6 +267,29 @@ def heartbeat(pool: str, owner: str, info: bytes, ttl_ms: int) -> Call:
     return _call("heartbeat", [keys.worker(pool, owner), keys.workers(pool)], [owner, info, ttl_ms])
 
 
+def sweep(pool: str, lane: int, stream: str, first: str, count: int, slack_ms: int) -> Call:
+    """End what is too late in a page of one queue stream."""
+    _, class_and_bucket = stream.split(":q:")
+    job_class, _, bucket = class_and_bucket.partition(":")
+    place = [job_class, bucket] if bucket else ["", ""]
+    return _call("sweep", [keys.stats(pool, lane), stream, keys.outbox(pool, lane)], [*place, first, count, slack_ms])
+
+
+def recount(pool: str, lane: int) -> Call:
+    """Make a lane's counters agree with its streams."""
+    return _call("recount", [keys.stats(pool, lane), *keys.lane_streams(pool, lane)], [])
+
+
+def restore(job_id: JobId, stream: str) -> Call:
+    """Put a live job back into the stream that its hash names, if that does not hold it."""
+    tag = keys.lane_tag(job_id.pool, job_id.lane)
+    return _call(
+        "restore",
+        [keys.job(job_id), f"{tag}:{stream}", keys.stats(job_id.pool, job_id.lane)],
+        [str(job_id), stream, keys.wake(job_id.pool), job_id.lane],
+    )
+
+
 def parse_id(text: str) -> JobId:
     """A job id out of a message.
 
@@ -334,6 +357,7 @@ def parse_dead_letter(entry: bytes, fields: dict[bytes, bytes]) -> DeadLetter:
         reason=fields.get(b"reason", b"").decode(),
         attempts=int(fields.get(b"attempts", b"0")),
         error=error,
+        envelope=fields.get(b"env", b""),
     )
 
 

@@ -139,9 +139,9 @@ local function end_here(job, status, failure)
   close(job, status, result)
 end
 
--- Keep a job that is given up for an operator, and end it with an error.
+-- Keep a job that is given up for an operator, envelope and all, and end it with an error.
 local function bury(job, reason, failure)
   redis.call('XADD', PREFIX .. 'dead', 'MAXLEN', '~', 10000, '*', 'id', job.id, 'reason', reason,
-    'attempts', job.attempts, 'error', cmsgpack.pack(failure))
+    'attempts', job.attempts, 'error', cmsgpack.pack(failure), 'env', redis.call('HGET', job.key, 'env') or '')
   end_here(job, 'failed', failure)
 end

@@ -20,9 +20,6 @@ local PATIENCE_MS = 1000
 local AGED_MS = 30000
 -- Deaths of its workers after which a job runs alone, and deaths while alone before it is buried.
 local ALONE_AFTER, ALONE_DEATHS = 2, 2
-local EXPIRED = {
-  message = 'the deadline passed before the job ended', type = 'timeout_error', code = 'deadline_exceeded', status = 504,
-}
 local BURIED = {
   message = 'the job was given up: its workers died again and again', type = 'server_error', code = 'job_failed',
   status = 500,
@@ -79,6 +76,7 @@ if token ~= ARGV[2] then
   end
 end
 
+-- include _entries.lua
 -- include _pull_take.lua
 -- include _pull_reclaim.lua
 -- include _pull_fair.lua

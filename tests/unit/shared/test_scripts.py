@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from redis.crc import key_slot
 
-from shared import scripts
+from shared import keys, scripts
 from shared.errors import JobError, JobExpiredError, OverloadedError, ProtocolError
 from shared.jobs import (
     Ending,
@@ -45,6 +45,9 @@ CALLS = {
     "forget": scripts.forget("p", 3, "o"),
     "join": scripts.join("p", "a", b"c", b"t", ""),
     "heartbeat": scripts.heartbeat("p", "o", b"i", 1000),
+    "sweep": scripts.sweep("p", 3, keys.queue("p", 3, "high", 2), "-", 10, 1000),
+    "recount": scripts.recount("p", 3),
+    "restore": scripts.restore(JOB_ID, "q:high:2"),
 }
 
 
@@ -56,7 +59,7 @@ def test_every_script_has_a_call() -> None:
 def test_the_header_comes_first_and_has_the_flags(name: str) -> None:
     text = scripts.load(name).text
     first, second = text.split("\n", 2)[:2]
-    frees = {"publish", "cancel", "release", "renew", "pull", "bury", "forget"}
+    frees = {"publish", "cancel", "release", "renew", "pull", "bury", "forget", "sweep", "recount", "restore"}
     assert first == ("#!lua flags=allow-oom" if name in frees else "#!lua")
     assert second.startswith("-- Put in front of every script")
     assert not re.search(r"'(KEYS|SCAN|FLUSH\w*|EVAL)'", text)

@@ -1,0 +1,48 @@
+#!lua flags=allow-oom
+-- Count a lane anew where its counters do not agree with its streams: somebody deleted the one or the other.
+--
+-- KEYS  1 stats  2 resume stream  3... class streams
+-- Answers 1 if it was counted anew.
+-- include _entries.lua
+local stats, entries = KEYS[1], 0
+for i = 2, #KEYS do
+  entries = entries + redis.call('XLEN', KEYS[i])
+end
+local old = redis.call('HMGET', stats, 'queued_jobs', 'running_jobs')
+if entries == (tonumber(old[1]) or 0) + (tonumber(old[2]) or 0) then
+  return 0
+end
+
+local counts, expires = {}, 0
+local function add(field, amount)
+  counts[field] = (counts[field] or 0) + amount
+end
+for _, field in ipairs(redis.call('HKEYS', stats)) do
+  if string.find(field, '^queued_') or string.find(field, '^running_') then
+    counts[field] = 0
+  end
+end
+for i = 2, #KEYS do
+  for _, item in ipairs(redis.call('XRANGE', KEYS[i], '-', '+')) do
+    local entry = parse(item)
+    local job = entry.job and read_job(entry.job)
+    if job and job.entry == entry.id and PREFIX .. job.stream == KEYS[i] then
+      local place = ':' .. job.class .. ':' .. job.bucket
+      add(job.status .. '_jobs', 1)
+      add(job.status .. '_tokens', job.cost)
+      add(job.status .. '_jobs' .. place, 1)
+      add(job.status .. '_tokens' .. place, job.cost)
+      expires = math.max(expires, tonumber(job.expires_ms))
+    else
+      redis.pcall('XACK', KEYS[i], GROUP, entry.id)
+      redis.call('XDEL', KEYS[i], entry.id)
+    end
+  end
+end
+for field, amount in pairs(counts) do
+  redis.call('HSET', stats, field, int(amount))
+end
+if expires > 0 then
+  keep_until(stats, int(expires))
+end
+return 1

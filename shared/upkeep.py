@@ -1,0 +1,143 @@
+"""What nobody's job is in the course of a job: sweeps, dead letters, pausing a pool. For gateways and operators."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from shared import keys, scripts
+from shared.errors import ConflictError, JobNotFoundError, ProtocolError
+from shared.jobs import DeadLetter, Lifetime
+from shared.jobstore import JobStore
+from shared.keys import JobId
+from shared.protocol import Envelope, decode
+
+#: Entries that one call looks at, so that none holds Redis up for long.
+_PAGE: Final = 200
+
+
+@dataclass(slots=True)
+class Swept:
+    """What a sweep of one lane did.
+
+    Attributes:
+        ended: jobs that ended: `expired`, `cancelled`, or `lost` where there was only an entry.
+        recounted: counters that did not agree with the streams were counted anew.
+    """
+
+    ended: dict[str, str] = field(default_factory=dict)
+    recounted: bool = False
+
+
+class Upkeep(JobStore):
+    """A job store with the calls that look after pools as a whole. All of them may be repeated."""
+
+    async def sweep_lane(self, pool: str, lane: int, slack_s: float) -> Swept:
+        """End jobs of a lane that are past their deadline, also where no worker lives; drop entries without a job.
+
+        Args:
+            slack_s: seconds that a running job may outlive its deadline: its worker ends it, if it lives.
+        """
+        swept = Swept()
+        for stream in keys.lane_streams(pool, lane):
+            first = "-"
+            while first:
+                call = scripts.sweep(pool, lane, stream, first, _PAGE, round(slack_s * 1e3))
+                page, *ended = await self._run(call)
+                pairs = zip(ended[::2], ended[1::2], strict=True)
+                swept.ended |= {job.decode(errors="replace"): status.decode() for job, status in pairs}
+                first = f"({page.decode()}" if page else ""
+        swept.recounted = bool(await self._run(scripts.recount(pool, lane)))
+        return swept
+
+    async def restore(self, job_id: str) -> bool:
+        """Put a live job back into its queue if no stream holds it. True: it was not there."""
+        parsed = JobId.parse(job_id)
+        async with self._guard():
+            stream = await self._redis.hget(keys.job(parsed), "stream")
+        if stream is None:
+            return False
+        return bool(await self._run(scripts.restore(parsed, stream.decode(errors="replace"))))
+
+    async def job_ids(self, pool: str) -> AsyncIterator[str]:
+        """Ids of all jobs of a pool that Redis holds, ended ones included. Walks the whole key space."""
+        async with self._guard():
+            async for key in self._redis.scan_iter(match=f"rw:{{{pool}.*}}:job:*", count=1000):
+                job_id = key.decode(errors="replace").partition("}:job:")[2]
+                if (parsed := JobId.match(job_id)) is not None and parsed.pool == pool:
+                    yield job_id
+
+    async def lock_sweep(self, pool: str, owner: str, seconds: float) -> bool:
+        """Whether the caller may sweep the pool now; nobody else may for so many seconds."""
+        async with self._guard():
+            return bool(await self._redis.set(keys.sweep_lock(pool), owner, nx=True, px=max(1, round(seconds * 1e3))))
+
+    async def pause(self, pool: str) -> None:
+        """Let the pool's workers take no further job; what runs goes on, and jobs are still accepted."""
+        async with self._guard():
+            await self._redis.set(keys.paused(pool), b"1")
+            await self._redis.publish(keys.control(pool), msgspec.msgpack.encode({"op": "pause"}))
+
+    async def unpause(self, pool: str) -> None:
+        """Let the pool's workers take jobs again."""
+        async with self._guard():
+            await self._redis.delete(keys.paused(pool))
+            await self._redis.publish(keys.control(pool), msgspec.msgpack.encode({"op": "unpause"}))
+
+    async def find_dead(self, job_id: str) -> DeadLetter:
+        """A buried job.
+
+        Raises:
+            JobNotFoundError: no dead letter is of this job.
+        """
+        parsed = JobId.parse(job_id)
+        async for letter in self.all_dead(parsed.pool, parsed.lane):
+            if letter.job_id == job_id:
+                return letter
+        raise JobNotFoundError("no dead letter is of this job", param="id")
+
+    async def all_dead(self, pool: str, lane: int) -> AsyncIterator[DeadLetter]:
+        """Every dead letter of a lane, the newest first."""
+        last = "+"
+        while last:
+            async with self._guard():
+                entries = await self._redis.xrevrange(keys.dead(pool, lane), max=last, count=_PAGE)
+            for entry, fields in entries:
+                yield scripts.parse_dead_letter(entry, fields)
+            last = f"({entries[-1][0].decode()}" if len(entries) == _PAGE else ""
+
+    async def retry_dead(self, job_id: str, lifetime: Lifetime | None = None) -> str:
+        """Submit a buried job once more, as a new one, and remove its dead letter.
+
+        Called again after a crash in between it makes no second job: the new id follows from the letter.
+
+        Returns:
+            The new job's id.
+
+        Raises:
+            JobNotFoundError: no dead letter is of this job.
+            ConflictError: its envelope does not decode.
+            OverloadedError: the lane is full; the letter stays.
+        """
+        letter = await self.find_dead(job_id)
+        try:
+            envelope = copy.copy(decode(letter.envelope, Envelope))
+        except ProtocolError as error:
+            raise ConflictError("the job's envelope does not decode, so it cannot be run again") from error
+        parsed = JobId.parse(job_id)
+        unique = hashlib.blake2b(f"{letter.entry}/{job_id}".encode(), digest_size=10).hexdigest()
+        envelope.id = str(JobId(parsed.pool, parsed.lane, f"{letter.buried_ms:012x}{unique}"))
+        await self.submit(envelope, lifetime=lifetime)
+        await self.purge_dead(letter)
+        return envelope.id
+
+    async def purge_dead(self, letter: DeadLetter) -> None:
+        """Remove one dead letter."""
+        parsed = JobId.parse(letter.job_id)
+        async with self._guard():
+            await self._redis.xdel(keys.dead(parsed.pool, parsed.lane), letter.entry)
