@@ -83,11 +83,11 @@ class Stack:
         self.processes.append(process)
         return process
 
-    def start_worker(self, **settings: object) -> tuple[Process, int]:
-        """Start a worker; answers it and the port of its /health."""
+    def start_worker(self, module: str = "worker", **settings: object) -> tuple[Process, int]:
+        """Start a worker, or another module that runs one; answers it and the port of its /health."""
         port = free_port()
         env = self._env(self.worker_settings | settings | {"health_port": port})
-        process = Process("worker", [sys.executable, "-m", "worker"], env)
+        process = Process("worker", [sys.executable, "-m", module], env)
         self.processes.append(process)
         return process, port
 
