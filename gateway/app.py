@@ -21,11 +21,13 @@ from gateway.preparation import Preparer
 from gateway.routes import chat, completions, health, jobs, models
 from gateway.services import Services
 from gateway.submission import Submitter
+from gateway.sweeper import Sweeper
 from gateway.tasks import cancel_all
 from shared import connect
 from shared.jobs import LaneLimits, Lifetime
 from shared.jobstore import JobStore
 from shared.settings import GatewaySettings
+from shared.upkeep import Upkeep
 
 log = structlog.get_logger(__name__)
 
@@ -88,7 +90,11 @@ async def _open(settings: GatewaySettings, metrics: GatewayMetrics, stack: Async
     stack.push_async_callback(submitter.close)
     catalogue = Catalogue(store, executor)
     refresher = asyncio.create_task(catalogue.run(), name="catalogue")
-    stack.push_async_callback(cancel_all, [refresher])
+    background = [refresher]
+    if settings.sweep_s > 0:
+        sweeper = Sweeper(Upkeep(client), metrics, settings.sweep_s)
+        background.append(asyncio.create_task(sweeper.run(), name="sweeper"))
+    stack.push_async_callback(cancel_all, background)
     log.info("gateway.started", redis=connect.mask(settings.redis_url))
     return Services(
         settings=settings,

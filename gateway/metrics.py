@@ -57,6 +57,12 @@ class GatewayMetrics:
         self.overflows = Counter(
             "ropeway_gateway_queue_overflows", "Slow readers moved from the channel to the log", registry=r
         )
+        self.swept = Counter(
+            "ropeway_gateway_swept_jobs",
+            "Jobs that a sweep ended or put back, by what became of them",
+            ["status"],
+            registry=r,
+        )
         self.reconnects = Counter("ropeway_gateway_pubsub_reconnects", "Losses of the pub/sub connection", registry=r)
 
     def ended(self, model: str, seconds: float, usage: Usage, timings: Timings | None) -> None:

@@ -23,7 +23,15 @@ app = typer.Typer(
 
 
 #: The extra that each command needs.
-_EXTRAS = {"gateway": "gateway", "worker": "worker", "serve": "demo", "demo": "demo", "config": "gateway"}
+_EXTRAS = {
+    "gateway": "gateway",
+    "worker": "worker",
+    "serve": "demo",
+    "demo": "demo",
+    "config": "gateway",
+    "dead": "gateway",
+    "pool": "gateway",
+}
 
 
 @app.command()
@@ -85,12 +93,15 @@ def _field(text: str) -> tuple[str, Any]:
 def _add_processes() -> None:
     """The commands made of settings; where their libraries are missing, they only say which extra brings them."""
     try:
+        from ropeway.operate import dead, pool
         from ropeway.processes import commands
     except ModuleNotFoundError as error:
         for name, extra in _EXTRAS.items():
             _add_unavailable(name, extra, error)
     else:
         app.add_typer(commands)
+        app.add_typer(dead, name="dead")
+        app.add_typer(pool, name="pool")
 
 
 def _add_unavailable(name: str, extra: str, error: ModuleNotFoundError) -> None:

@@ -38,6 +38,9 @@ class GatewaySettings(CommonSettings):
     disconnect_grace_s: float = Field(
         0.0, ge=0, description="seconds until the job of a client that went away is cancelled"
     )
+    sweep_s: float = Field(
+        15.0, ge=0, description="seconds between looks for jobs that are past their deadline or in no queue; 0: none"
+    )
     max_wait_s: float = Field(60.0, gt=0, description="longest ?wait= of a job")
     stream_queue_frames: int = Field(256, ge=1, description="frames held per stream before a slow reader reads the log")
     keepalive_s: float = Field(15.0, gt=0, description="seconds of silence after which an SSE comment is sent")

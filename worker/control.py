@@ -1,4 +1,4 @@
-"""The pool's two channels: `wake` says which lane has work, `ctl` says which job is to be cancelled."""
+"""The pool's two channels: `wake` says which lane has work, `ctl` which job is to be cancelled, and pauses the pool."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class ControlListener:
     Args:
         on_wake: called with a lane.
         on_cancel: called with a job id.
+        on_pause: called with whether the pool is paused now.
         on_subscribed: called after each (re)subscription: what was sent before it is lost.
     """
 
@@ -46,11 +47,13 @@ class ControlListener:
         *,
         on_wake: Callable[[int], None],
         on_cancel: Callable[[str], None],
+        on_pause: Callable[[bool], None],
         on_subscribed: Callable[[], None],
     ) -> None:
         self._client, self._metrics = client, metrics
         self._wake, self._control = keys.wake(pool).encode(), keys.control(pool).encode()
         self._on_wake, self._on_cancel, self._on_subscribed = on_wake, on_cancel, on_subscribed
+        self._on_pause = on_pause
 
     async def run(self) -> None:
         """Listen until cancelled; subscribe again whenever the connection is lost."""
@@ -79,3 +82,5 @@ class ControlListener:
                 return
             if message.op == "cancel":
                 self._on_cancel(message.id)
+            elif message.op in ("pause", "unpause"):
+                self._on_pause(message.op == "pause")

@@ -66,6 +66,7 @@ class Intake:
         self._turn = 0
         self._all_at = 0.0
         self._clearing: int | None = None
+        self._paused = False
         self._event = asyncio.Event()
         self._stopping = asyncio.Event()
         self._resuming: set[asyncio.Task[None]] = set()
@@ -91,6 +92,14 @@ class Intake:
         self._all_at = 0.0
         self._event.set()
 
+    def pause(self, paused: bool) -> None:
+        """Take nothing while the pool is paused, not even what a dead worker left; what runs goes on."""
+        if paused == self._paused:
+            return
+        self._paused = paused
+        _log.info("pool paused" if paused else "pool goes on", pool=self._config.pool)
+        self.poll_all()
+
     def room(self) -> None:
         """Something has left the engine or the worker. From any thread."""
         self._room_count += 1
@@ -109,6 +118,10 @@ class Intake:
         """Pull until `stop`. A pull that is under way is finished, so that no job is taken and forgotten."""
         home_at = 0.0
         while not self._stopping.is_set():
+            if self._paused:
+                self._event.clear()
+                await self._event.wait()
+                continue
             if self._hot:
                 await self._round()
                 continue
@@ -173,7 +186,7 @@ class Intake:
         if self._clearing in hot:
             hot.insert(0, hot.pop(hot.index(self._clearing)))
         for lane in hot:
-            if self._stopping.is_set():
+            if self._stopping.is_set() or self._paused:
                 return
             self._hot.discard(lane)
             if time.monotonic() < self._rests.get(lane, 0.0):

@@ -184,6 +184,7 @@ class Worker:
                 max_num_seqs=settings.max_num_seqs,
                 heartbeat_s=settings.heartbeat_s,
                 on_owners=intake.owners,
+                on_pause=intake.pause,
                 on_conflict=self._refused,
             )
             listener = ControlListener(
@@ -192,6 +193,7 @@ class Worker:
                 self._metrics,
                 on_wake=intake.wake,
                 on_cancel=intake.cancel,
+                on_pause=intake.pause,
                 on_subscribed=intake.poll_all,
             )
             if await self._join(registry):

@@ -38,6 +38,7 @@ class Registry:
 
     Args:
         on_owners: called with the live workers' owners after each heartbeat.
+        on_pause: called with whether the pool is paused, likewise: a message may have been lost.
         on_conflict: called when the pool's card is no longer one that this worker can serve.
     """
 
@@ -55,11 +56,12 @@ class Registry:
         max_num_seqs: int,
         heartbeat_s: float,
         on_owners: Callable[[list[str]], None],
+        on_pause: Callable[[bool], None],
         on_conflict: Callable[[ConflictError], None],
     ) -> None:
         self._store, self._loop, self._metrics, self._clock = store, loop, metrics, clock
         self._pool, self._owner, self._heartbeat_s = pool, owner, heartbeat_s
-        self._on_owners, self._on_conflict = on_owners, on_conflict
+        self._on_owners, self._on_pause, self._on_conflict = on_owners, on_pause, on_conflict
         self._card = Card(
             pool=pool,
             digest=info.digest,
@@ -148,6 +150,7 @@ class Registry:
         self._clock.set(await self._store.now_ms())
         self.seen_redis = time.monotonic()
         self._on_owners(owners)
+        self._on_pause(await self._store.paused(self._pool))
 
     def _failed(self, error: BaseException | None) -> None:
         self._metrics.redis_errors.inc()

@@ -33,12 +33,13 @@ class Channels:
             yield {"type": "message", "channel": channel, "data": data}
 
 
-async def heard(*messages: tuple[bytes, bytes]) -> tuple[list[int], list[str]]:
+async def heard(*messages: tuple[bytes, bytes], pauses: list[bool] | None = None) -> tuple[list[int], list[str]]:
+    pauses = [] if pauses is None else pauses
     lanes: list[int] = []
     cancelled: list[str] = []
     listener = ControlListener(
         cast(Any, Channels(list(messages))), "pool", WorkerMetrics("m"),
-        on_wake=lanes.append, on_cancel=cancelled.append, on_subscribed=lambda: None,
+        on_wake=lanes.append, on_cancel=cancelled.append, on_pause=pauses.append, on_subscribed=lambda: None,
     )  # fmt: skip
     await listener.run()
     return lanes, cancelled
@@ -65,3 +66,10 @@ async def test_a_wake_that_is_no_lane_is_ignored(data: bytes) -> None:
 async def test_a_control_message_that_does_not_read_is_ignored(data: bytes) -> None:
     good = msgspec.msgpack.encode({"op": "cancel", "id": "j"})
     assert await heard((CONTROL, data), (CONTROL, good)) == ([], ["j"])
+
+
+async def test_pausing_is_heard_in_order() -> None:
+    pauses: list[bool] = []
+    messages = [(CONTROL, msgspec.msgpack.encode({"op": op})) for op in ("pause", "unknown", "unpause", "pause")]
+    assert await heard(*messages, pauses=pauses) == ([], [])
+    assert pauses == [True, False, True]

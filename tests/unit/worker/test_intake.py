@@ -192,3 +192,23 @@ async def test_a_worker_empties_itself_for_a_job_that_has_to_run_alone() -> None
         s.finish(s.engine.jobs[0])
         await s.lanes.until(lambda: s.lanes.queued[2] == 0)
         assert s.lanes.queued[1] == 3 and len(s.engine.jobs) == 1
+
+
+async def test_a_paused_pool_is_not_pulled_from_and_goes_on_at_once() -> None:
+    async with Setup() as s:
+        s.intake.pause(True)
+        s.lanes.queued = {2: 1, 5: 1}
+        s.intake.wake(2)
+        s.intake.poll_all()
+        await asyncio.sleep(0.05)
+        assert s.lanes.pulls == []
+        s.intake.pause(False)
+        await s.lanes.until(lambda: len(s.engine.jobs) == 2)
+        assert {lane for lane, _ in s.lanes.pulls} >= {2, 5}
+
+
+async def test_a_paused_worker_can_be_stopped() -> None:
+    async with Setup() as s:
+        s.intake.pause(True)
+        await asyncio.sleep(0.01)
+    assert s.task.done()
