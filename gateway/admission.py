@@ -107,10 +107,11 @@ def fit(request: GenerationRequest, params: SamplingParams, prompt: list[int], p
     if params.max_tokens is None:
         return prompt, _default_tokens(request, params, len(prompt), room)
     if params.max_tokens > room:
+        name = _tokens_name(request)
         raise ContextLengthExceededError(
-            f"max_tokens: the prompt has {len(prompt)} tokens and {params.max_tokens} are asked for, "
+            f"{name}: the prompt has {len(prompt)} tokens and {params.max_tokens} are asked for, "
             f"{len(prompt) + params.max_tokens} together; the {what} of this model holds {limit}",
-            param=_tokens_name(request),
+            param=name,
         )
     return prompt, params.max_tokens
 
