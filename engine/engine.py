@@ -225,9 +225,12 @@ class Engine:
         except Exception:  # whatever one row makes the model raise must not end the others
             logger.exception("a forward pass over %d spans failed; running them one by one", len(plan.spans))
         answers: list[Sampled | None] = []
+        held = {block for span in plan.spans for block in span.sequence.block_table}
         for position, span in enumerate(plan.spans):
-            # A block is copied for a sequence that has a span in the same pass.
-            own = [(source, target) for source, target in plan.copies if target in span.sequence.block_table]
+            # Its own copies, and those for sequences without a span in this pass: to copy again does no harm there.
+            own = [
+                (s, target) for s, target in plan.copies if target in span.sequence.block_table or target not in held
+            ]
             alone = StepPlan(spans=[span], decodes=int(position < plan.decodes), copies=own)
             try:
                 answers += self._run(alone)

@@ -291,7 +291,9 @@ class Scheduler:
         sequence.block_table = prefix.blocks + self.pool.allocate(self.blocks_for(len(sequence.tokens)) - held)
         sequence.computed = prefix.tokens
         if prefix.copied is not None:
-            self._copies.append((prefix.copied, sequence.block_table[held]))
+            # All copies of a pass read before any of them writes: a copy of a copy is made from the original.
+            original = {copy: source for source, copy in self._copies}.get(prefix.copied, prefix.copied)
+            self._copies.append((original, sequence.block_table[held]))
         sequence.bypassed = 0
         sequence.state = SequenceState.RUNNING
         insort(self._running, sequence, key=_rank)

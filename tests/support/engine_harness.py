@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.config import SchedulerConfig
+from engine.detokenizer import Detokenizer
 from engine.engine import Engine
 from engine.request import ChoiceDelta, EngineRequest, LogprobEntry, ResumedChoice, StepOutput
 from shared.sampling import SamplingParams
@@ -13,6 +14,7 @@ from tests.support.fake_runner import FakeRunner, model_info
 from tests.support.tiny_tokenizer import byte_level
 
 TOKENIZER = byte_level()
+_SPELL = Detokenizer(TOKENIZER).token_bytes
 
 
 def make_engine(runner: FakeRunner | None = None, **settings: Any) -> Engine:
@@ -25,7 +27,8 @@ def make_engine(runner: FakeRunner | None = None, **settings: Any) -> Engine:
 
 def request(name: str = "r", prompt: list[int] | None = None, **fields: Any) -> EngineRequest:
     """A request; fields of `SamplingParams` and of `EngineRequest` alike."""
-    own = {key: fields.pop(key) for key in ("priority", "adapter", "cache_salt", "resume") if key in fields}
+    own_fields = ("priority", "adapter", "cache_salt", "resume", "prompt_logprobs_done")
+    own = {key: fields.pop(key) for key in own_fields if key in fields}
     fields.setdefault("seed", 7)
     return EngineRequest(name, prompt or [1, 2, 3], SamplingParams(**fields), **own)
 
@@ -50,38 +53,92 @@ class Choice:
         self.text += delta.text
         self.texts.append(delta.text)
         if delta.logprobs is not None:
-            assert len(delta.logprobs) == len(delta.token_ids)
+            assert [entry.token_id for entry in delta.logprobs] == delta.token_ids
             self.logprobs += delta.logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
 @dataclass
 class Transcript:
-    """Everything that an engine said of one request."""
+    """Everything that was said of one request, by one engine or by several after each other.
+
+    With `item`, the request, it also checks what was said of the prompt, and that nothing is missing at the end.
+    """
 
     choices: dict[int, Choice] = field(default_factory=dict)
+    prompt_logprobs: list[LogprobEntry] = field(default_factory=list)
     started: bool = False
     last: StepOutput | None = None
+    item: EngineRequest | None = None
+    _prompt: list[int] = field(default_factory=list)
 
     def take(self, output: StepOutput) -> None:
         """Add one step's output: `started` at most once, nothing behind the last."""
         assert self.last is None, "an output after the last"
         assert not (output.started and self.started), "started twice"
-        assert output.started or output.finished or output.choices, "an output without news"
+        assert output.started or output.finished or output.choices or output.prompt_logprobs, "an output without news"
         self.started |= output.started
+        if self.item is not None:
+            self._prompt = self.item.prompt_token_ids[-output.usage.prompt_tokens :]
+        self._take_prompt(output.prompt_logprobs)
         indices = [delta.index for delta in output.choices]
         assert len(indices) == len(set(indices)), "two deltas of one choice in one step"
         for delta in output.choices:
+            assert not delta.token_ids or self._prompt_is_told(), "a token before the prompt's log probabilities"
             self.choices.setdefault(delta.index, Choice()).take(delta)
         if output.finished:
-            assert all(choice.finish_reason is not None for choice in self.choices.values()), "a choice is left open"
-            self.last = output
+            self._end(output)
 
     def resumed(self, published: list[ResumedChoice]) -> Transcript:
         """Begin where another engine had stopped."""
         for choice in published:
             self.choices[choice.index] = Choice(list(choice.token_ids), choice.text, [], [], choice.finish_reason, None)
         return self
+
+    def published(self) -> list[ResumedChoice]:
+        """What a log holds of the choices so far."""
+        return [
+            ResumedChoice(index, list(choice.token_ids), choice.text, choice.finish_reason)  # type: ignore[arg-type]
+            for index, choice in self.choices.items()
+        ]
+
+    def take_up(self) -> EngineRequest:
+        """The request, to be added to an engine that goes on behind what was said; this transcript then goes on too."""
+        assert self.item is not None
+        assert self.last is None
+        self.started = False
+        return replace(self.item, resume=self.published(), prompt_logprobs_done=len(self.prompt_logprobs))
+
+    def _take_prompt(self, entries: list[LogprobEntry]) -> None:
+        if not entries:
+            return
+        assert not any(choice.token_ids for choice in self.choices.values()), "the prompt is scored behind its answer"
+        self.prompt_logprobs += entries
+        if self.item is None:
+            return
+        params = self.item.params
+        assert params.prompt_logprobs is not None, "prompt log probabilities that nobody asked for"
+        told = [entry.token_id for entry in self.prompt_logprobs]
+        assert told == self._prompt[1 : len(told) + 1], "a gap or a repeat in the prompt's log probabilities"
+        for entry in entries:
+            assert entry.token == _SPELL(entry.token_id)
+            assert len(entry.top) == params.prompt_logprobs
+            assert all(spelled == _SPELL(token_id) for token_id, _, _, spelled in entry.top)
+
+    def _prompt_is_told(self) -> bool:
+        if self.item is None or self.item.params.prompt_logprobs is None:
+            return True
+        return len(self.prompt_logprobs) == len(self._prompt) - 1
+
+    def _end(self, output: StepOutput) -> None:
+        reasons = [choice.finish_reason for choice in self.choices.values()]
+        assert all(reason is not None for reason in reasons), "a choice is left open"
+        if output.error is not None:
+            assert "error" in reasons, "a failed request without a failed choice"
+        elif "abort" not in reasons:
+            assert self._prompt_is_told(), "the prompt's log probabilities are not complete"
+            assert self.item is None or len(reasons) == self.item.params.n, "a choice was never heard of"
+        self.last = output
 
 
 def drain(engine: Engine, transcripts: dict[str, Transcript] | None = None, limit: int = 5000) -> dict[str, Transcript]:
@@ -94,17 +151,36 @@ def drain(engine: Engine, transcripts: dict[str, Transcript] | None = None, limi
         for output in engine.step():
             transcripts.setdefault(output.request_id, Transcript()).take(output)
         engine.check()
+    check_empty(engine)
+    return transcripts
+
+
+def check_empty(engine: Engine) -> None:
+    """Nothing runs, nothing waits, nobody holds a block."""
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.used_blocks) == (0, 0, 0)
     assert stats.free_blocks + stats.cached_blocks == stats.total_blocks
-    return transcripts
+
+
+def check_pass(runner: FakeRunner, config: SchedulerConfig) -> None:
+    """The last pass is within its bounds."""
+    if not runner.plans:
+        return
+    counts, decodes = [count for *_, count in runner.plans[-1]], runner.decodes[-1]
+    assert sum(counts) <= config.max_num_batched_tokens
+    assert len(counts) <= config.max_num_seqs
+    threshold = config.long_prefill_token_threshold
+    if threshold and decodes:
+        assert max(counts[decodes:], default=0) <= threshold
 
 
 def run(engine: Engine, *requests: EngineRequest) -> dict[str, Transcript]:
     """Add all, then drain."""
+    transcripts: dict[str, Transcript] = {}
     for item in requests:
         engine.add(item)
-    return drain(engine)
+        transcripts[item.id] = Transcript(item=item).resumed(item.resume)
+    return drain(engine, transcripts)
 
 
 def run_one(engine: Engine, item: EngineRequest) -> Transcript:

@@ -154,3 +154,21 @@ def test_two_that_skip_the_cache_do_not_wait_for_each_other() -> None:
     engine.step()
     assert fake.computed_tokens == 26
     assert not engine.has_work()
+
+
+def test_a_copy_of_a_copy_is_made_from_the_original() -> None:
+    """Two choices come back in one pass, beside one that has computed the prompt and no more."""
+    fields: dict[str, Any] = {"n": 3, "max_tokens": 14, "ignore_eos": True}
+    whole = run_one(make_engine(), request(prompt=prompt(6), **fields)).choices
+    fake = Recorder(9, 4)
+    engine = engine_of(fake, watermark=0.0)
+    engine.add(request("other", [9] * 15, max_tokens=2, ignore_eos=True))
+    transcripts = {"other": Transcript()}
+    for output in engine.step():
+        transcripts[output.request_id].take(output)
+    published = [ResumedChoice(0, whole[0].token_ids[:12], ""), ResumedChoice(2, whole[2].token_ids[:1], "")]
+    engine.add(request("r", prompt(6), resume=published, **fields))
+    transcripts["r"] = Transcript().resumed(published)
+    done = drain(engine, transcripts)["r"]
+    assert {i: c.token_ids for i, c in done.choices.items()} == {i: c.token_ids for i, c in whole.items()}
+    assert any(len(copies) == 2 and copies[0][0] == copies[1][0] for copies in fake.copies)
