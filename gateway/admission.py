@@ -19,8 +19,8 @@ from shared.protocol import Envelope, JobClass
 from shared.sampling import SamplingParams
 
 ANONYMOUS = "default"
-#: Candidates of all prompts that one answer may hold: about 100 MB of JSON.
-MAX_PROMPT_CANDIDATES = 2**20
+#: Candidates of all prompts that one answer may hold: about 17 MB of JSON, made from 110 MB of memory.
+MAX_PROMPT_CANDIDATES = 2**18
 
 
 class Keyring:
