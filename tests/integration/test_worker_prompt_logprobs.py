@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from shared.protocol import MAX_FRAME_BYTES, Envelope, Frame, encode
+from shared.protocol import MAX_FRAME_BYTES, Envelope, Frame, Result, decode, encode
 from tests.support.worker_harness import Follower, Harness, expected, expected_prompt, harness, job
 
 
@@ -69,6 +69,27 @@ async def test_a_job_that_is_taken_up_goes_on_behind_those_published(
         assert {frame.epoch for frame in frames if frame.prompt_logprobs} == (
             {1} if when == "behind the prompt" else {1, 2}
         )
+        await h.assert_clean()
+
+
+async def test_a_job_that_ends_while_nobody_has_it(valkey_url: str) -> None:
+    """A script ends it: log probabilities stay in the log, as those of the answer do."""
+    async with harness(valkey_url) as h:
+        worker = await h.worker(max_num_batched_tokens=16, grace_s=0)
+        envelope = job(prompt=400, prompt_logprobs=1)
+        follower = await h.submit(envelope)
+        await follower.until(lambda frames: entries(frames) >= 50)
+        worker.signal(signal.SIGTERM)
+        await worker.wait()
+        assert await h.store.cancel(envelope.id) == "cancelled"
+        frames = await follower.end()
+        assert (frames[-1].kind, frames[-1].status) == ("done", "cancelled")
+        assert entries(frames) >= 50
+        stored = (await h.store.get(envelope.id)).result
+        assert stored is not None
+        result = decode(stored, Result)
+        assert result.prompt_logprobs is None
+        assert [choice.finish_reason for choice in result.choices] == ["abort"]
         await h.assert_clean()
 
 
