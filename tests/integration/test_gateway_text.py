@@ -250,6 +250,23 @@ def test_there_are_as_many_entries_as_tokens_whatever_is_held_back(
     assert joined == one
 
 
+def test_offsets_pass_over_tokens_that_are_not_shown(http: httpx.Client) -> None:
+    prompt = [*spell("ab"), EOS, *spell("c"), TOOL, *spell("d")]
+    ask = {"ignore_eos": True, "max_tokens": len(prompt), "logprobs": 0}
+    for more, text, offsets in (
+        ({}, "abc<tool call>d", [0, 1, 2, 2, 3, 14]),
+        ({"skip_special_tokens": False}, f"ab{EOS_TEXT}c<tool call>d", [0, 1, 2, 9, 10, 21]),
+    ):
+        body = {"model": MODEL, "prompt": prompt, **ask, **more}
+        response = http.post("/v1/completions", json=body).raise_for_status()
+        (choice,) = response.json()["choices"]
+        assert (choice["text"], choice["logprobs"]["text_offset"]) == (text, offsets)
+        stream = streamed(http, prompt, **ask, **more)
+        assert [at for _, part in stream.logprobs for at in part["text_offset"]] == offsets
+        job = response.headers["x-ropeway-job-id"]
+        assert http.get(f"/v1/jobs/{job}").json()["result"]["choices"] == [choice]
+
+
 def test_a_long_answer_ends_once_when_it_is_cancelled(http: httpx.Client) -> None:
     body = {"model": MODEL, "prompt": [piece("the")] * 250, "max_tokens": 250, "stream": True}
     finishes, dones = [], 0
