@@ -23,9 +23,10 @@ from gateway.services import Services
 from gateway.submission import Submitter
 from gateway.sweeper import Sweeper
 from gateway.tasks import cancel_all
-from shared import connect
-from shared.jobs import LaneLimits, Lifetime
+from shared.connect import connect, connect_pubsub
+from shared.jobs import LaneLimits, Lifetime, ReplicaWait
 from shared.jobstore import JobStore
+from shared.redis_url import mask
 from shared.settings import GatewaySettings
 from shared.upkeep import Upkeep
 
@@ -65,9 +66,9 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 
 async def _open(settings: GatewaySettings, metrics: GatewayMetrics, stack: AsyncExitStack) -> Services:
     """Open everything; `stack` closes it in the opposite order."""
-    client = connect.connect(settings.redis_url)
+    client = connect(settings.redis_url)
     stack.push_async_callback(client.aclose)
-    listener = connect.connect_pubsub(settings.redis_url)
+    listener = connect_pubsub(settings.redis_url)
     stack.push_async_callback(listener.aclose)
     executor = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenizer")
     stack.callback(executor.shutdown, wait=False, cancel_futures=True)
@@ -75,6 +76,9 @@ async def _open(settings: GatewaySettings, metrics: GatewayMetrics, stack: Async
         client,
         limits=LaneLimits(settings.max_queued_jobs, settings.max_queued_tokens),
         lifetime=Lifetime(settings.deadline_s, settings.max_run_s, settings.retention_s),
+        replicas=ReplicaWait(settings.submit_replicas, settings.submit_replica_timeout_ms)
+        if settings.submit_replicas
+        else None,
     )
     hub = await stack.enter_async_context(
         Hub(
@@ -86,7 +90,7 @@ async def _open(settings: GatewaySettings, metrics: GatewayMetrics, stack: Async
             idle_s=min(IDLE_S, settings.keepalive_s),
         )
     )
-    submitter = Submitter(store, client, metrics)
+    submitter = Submitter(store, metrics)
     stack.push_async_callback(submitter.close)
     catalogue = Catalogue(store, executor)
     refresher = asyncio.create_task(catalogue.run(), name="catalogue")
@@ -95,7 +99,7 @@ async def _open(settings: GatewaySettings, metrics: GatewayMetrics, stack: Async
         sweeper = Sweeper(Upkeep(client), metrics, settings.sweep_s)
         background.append(asyncio.create_task(sweeper.run(), name="sweeper"))
     stack.push_async_callback(cancel_all, background)
-    log.info("gateway.started", redis=connect.mask(settings.redis_url))
+    log.info("gateway.started", redis=mask(settings.redis_url))
     return Services(
         settings=settings,
         store=store,

@@ -6,17 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 
-import redis.asyncio
-import redis.exceptions
 import structlog
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from gateway.metrics import GatewayMetrics
-from shared import keys
 from shared.errors import OverloadedError, RopewayError, ServiceUnavailableError
 from shared.jobs import Lifetime
 from shared.jobstore import JobStore
-from shared.keys import JobId
 from shared.protocol import Envelope
 
 log = structlog.get_logger(__name__)
@@ -31,8 +27,8 @@ CLOSE_S = 3.0
 class Submitter:
     """Puts jobs into the queue and takes them back. Commands are never broken off in the middle."""
 
-    def __init__(self, store: JobStore, client: redis.asyncio.Redis, metrics: GatewayMetrics) -> None:
-        self._store, self._client, self._metrics = store, client, metrics
+    def __init__(self, store: JobStore, metrics: GatewayMetrics) -> None:
+        self._store, self._metrics = store, metrics
         self._cancels: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
 
@@ -41,7 +37,7 @@ class Submitter:
 
         Raises:
             OverloadedError: a limit of a lane is reached.
-            ServiceUnavailableError: Redis is away, full, loading or read-only.
+            ServiceUnavailableError: Redis is away, full, loading or read-only, or too few replicas have a job.
         """
         answers: list[BaseException | None]
         if len(envelopes) == 1:
@@ -113,13 +109,10 @@ class Submitter:
 
     async def _followed(self, job_id: str) -> bool:
         """Whether any gateway follows the job now: its client may be back under another connection."""
-        channel = keys.events(JobId.parse(job_id))
-        try:
-            counts = await self._client.pubsub_numsub(channel)
-        except redis.exceptions.RedisError as error:
-            log.warning("job.readers_unknown", job_id=job_id, error=str(error))
-            return False
-        return any(number for _, number in counts)
+        readers = await self._store.readers(job_id)
+        if readers is None:
+            log.warning("job.readers_unknown", job_id=job_id)
+        return bool(readers)
 
     def _count(self, envelopes: Sequence[Envelope], answers: Sequence[BaseException | None]) -> None:
         for envelope, answer in zip(envelopes, answers, strict=True):

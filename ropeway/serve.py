@@ -22,7 +22,7 @@ from ropeway.console import err, fail, out
 from ropeway.embedded import EmbeddedRedis, EmbeddedRedisError
 from ropeway.options import Given, as_environment, build
 from ropeway.supervise import ChildEndedError, InterruptedBySignalError, Spec, Supervisor
-from shared.connect import mask
+from shared.redis_url import mask
 from shared.settings import GatewaySettings, WorkerSettings
 
 _PROBE_S = 0.1

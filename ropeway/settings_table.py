@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ropeway.options import build, env_name
-from shared.connect import mask
+from shared.redis_url import mask
 from shared.settings import CommonSettings
 
 

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import socket
-from typing import Any, Final
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final, TypeVar
 
 import redis
 import redis.asyncio
+import redis.asyncio.connection
+import redis.asyncio.sentinel
+import redis.connection
+import redis.sentinel
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry as AsyncRetry
-from redis.backoff import ExponentialWithJitterBackoff
+from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.retry import Retry
 
-from shared.errors import ForeignDataError, InvalidRequestError, ServiceUnavailableError
+from shared.calls import AsyncClient, SyncClient
+from shared.cluster import Cluster, SyncCluster, node_name
+from shared.errors import InvalidRequestError
+from shared.pools import AnyNodeConnection, AnyNodeSSLConnection, AsyncSentinelPool, SentinelPool
+from shared.redis_url import Address, RedisUrl, parse
+from shared.slot_map import SlotMap
 
 #: Seconds until a command without an answer counts as failed; then it is tried again, which every script allows.
 SOCKET_TIMEOUT_S: Final = 5.0
@@ -24,115 +34,174 @@ RETRIES: Final = 3
 #: Seconds to wait for a connection when all are in use. Longer than a command may hold one, all its tries together: a
 #: burst waits its turn, and whether Redis is away is found out by those that have a connection.
 POOL_TIMEOUT_S: Final = 1.5 * (RETRIES + 1) * SOCKET_TIMEOUT_S
-#: What redis-py says when that is over. It has no class of its own.
-_NO_TURN: Final = "No connection available."
 
-#: What this module decides alone: payloads are bytes, and time-outs differ between commands and subscriptions. In a URL
-#: redis-py would take them as text, and over everything that is set here.
-_NOT_IN_URL: Final = frozenset({"decode_responses", "encoding", "encoding_errors", "protocol", "socket_timeout"})
+#: Called when a connection stands, to set it up with its `on_connect`, with the name of its node: `host:port` in a
+#: cluster, else nothing. What it raises fails the command that the connection was made for.
+Connected = Callable[[AbstractConnection, str], Awaitable[None]]
+Settings = dict[str, Any]
 
-#: Errors that pass: Redis is away, loading, full, read-only, failing over, or busy.
-_TRANSIENT: Final = (
-    redis.ConnectionError,
-    redis.TimeoutError,
-    redis.OutOfMemoryError,
-    redis.ReadOnlyError,
-    redis.exceptions.ClusterDownError,
-    redis.exceptions.TryAgainError,
-    OSError,
-)
-#: The same as the first word of a plain error reply.
-_TRANSIENT_CODES: Final = ("NOREPLICAS", "MISCONF", "BUSY", "UNKILLABLE", "LOADING", "MASTERDOWN", "READONLY", "OOM")
-#: Refusals that have to do with rights or with a cluster, not with data.
-_OF_OTHERS: Final = (redis.exceptions.NoPermissionError, redis.exceptions.AskError)
-#: Seconds after which a client may try again.
-RETRY_AFTER_S: Final = 1.0
+_Pool = TypeVar("_Pool")
 
 
-def connect(url: str, **options: Any) -> redis.asyncio.Redis:
+def connect(url: str, *, connected: Connected | None = None, **options: Any) -> AsyncClient:
     """A client for commands: retries with jittered back-off, finite time-outs, a bounded pool that waits its turn.
 
+    In a cluster all of that holds for each node.
+
     Args:
-        url: `redis://`, `rediss://` or `unix://`.
+        url: see `shared.redis_url`.
         options: passed on to redis-py, over the defaults here.
 
     Raises:
-        InvalidRequestError: a scheme that is not served, or an option that a URL may not set.
+        InvalidRequestError: the URL is not one that is served, or has an option that redis-py does not know.
     """
-    retry = AsyncRetry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), RETRIES)
-    settings = {"timeout": POOL_TIMEOUT_S, "retry": retry, **_settings(url), **options}
-    return redis.asyncio.Redis.from_pool(redis.asyncio.BlockingConnectionPool.from_url(url, **settings))
+    target = parse(url)
+    settings = _settings(target, redis.asyncio.connection, _async_retry(RETRIES), options)
+    if target.kind != "cluster":
+        return _async_client(target, _hooked(settings, connected, ""))
+    scouts = {**settings, **_once(_async_retry(0))}
+    _async_node(scouts, target.addresses[0])  # a wrong option is found out now
+    return Cluster(
+        SlotMap(target.addresses),
+        lambda node: _async_node(_hooked(settings, connected, node_name(node)), node),
+        lambda node: _async_node(scouts, node),
+    )
 
 
-def connect_sync(url: str, **options: Any) -> redis.Redis:
+def connect_sync(url: str, **options: Any) -> SyncClient:
     """The same for threads. Raises InvalidRequestError as `connect`."""
-    retry = Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), RETRIES)
-    settings = {"timeout": POOL_TIMEOUT_S, "retry": retry, **_settings(url), **options}
-    return redis.Redis.from_pool(redis.BlockingConnectionPool.from_url(url, **settings))
+    target = parse(url)
+    settings = _settings(target, redis.connection, _retry(RETRIES), options)
+    if target.kind == "cluster":
+        scouts = {**settings, **_once(_retry(0))}
+        _node(scouts, target.addresses[0])
+        return SyncCluster(
+            SlotMap(target.addresses), lambda node: _node(settings, node), lambda node: _node(scouts, node)
+        )
+    if target.kind == "sentinel":
+        sentinels = redis.sentinel.Sentinel(  # type: ignore[no-untyped-call]
+            target.addresses, sentinel_kwargs=_of_sentinels(target, settings, _retry(0))
+        )
+        managed = _managed(settings, redis.sentinel)
+        pool = _pool(SentinelPool, {**managed, "service_name": target.service, "sentinel_manager": sentinels})
+        return redis.Redis.from_pool(pool)
+    return redis.Redis.from_pool(_pool(redis.BlockingConnectionPool, settings))
 
 
 def connect_pubsub(url: str, **options: Any) -> redis.asyncio.Redis:
     """A client for subscriptions. Silence is no error: reads have no time-out, TCP keep-alive finds a dead peer.
 
+    In a cluster it talks to any node, since all of them hear what is published on one; it takes another one when that
+    is lost.
+
     Read with `get_message(timeout=...)` in a loop rather than `listen()`: only then are the health check's PINGs sent.
 
     Raises:
-        InvalidRequestError: a scheme that is not served, or an option that a URL may not set.
+        InvalidRequestError: as `connect`.
     """
-    return connect(url, **{"socket_timeout": None, **options})
+    target = parse(url)
+    retry = _async_retry(0 if target.kind == "cluster" else RETRIES)
+    settings = _settings(target, redis.asyncio.connection, retry, {"socket_timeout": None, **options})
+    if target.kind != "cluster":
+        return _async_client(target, settings)
+    tls = "connection_class" in settings
+    settings["connection_class"] = AnyNodeSSLConnection if tls else AnyNodeConnection
+    settings["slots"] = SlotMap(target.addresses)
+    return redis.asyncio.Redis.from_pool(_pool(redis.asyncio.BlockingConnectionPool, settings))
 
 
-def mask(url: str) -> str:
-    """The URL without its password, for logs."""
-    parts = urlsplit(url)
-    netloc = parts.netloc
-    if "@" in netloc:
-        credentials, _, host = netloc.rpartition("@")
-        user, colon, _ = credentials.partition(":")
-        netloc = f"{user}:***@{host}" if colon else f"{user}@{host}"
-    query = urlencode([(k, "***" if k == "password" else v) for k, v in parse_qsl(parts.query)], safe="*/")
-    return f"{parts.scheme}://{netloc}{parts.path}" + (f"?{query}" if query else "")
+def _async_client(target: RedisUrl, settings: Settings) -> redis.asyncio.Redis:
+    """The client of one server, or of whichever the sentinels name."""
+    if target.kind == "server":
+        return redis.asyncio.Redis.from_pool(_pool(redis.asyncio.BlockingConnectionPool, settings))
+    sentinels = redis.asyncio.sentinel.Sentinel(  # type: ignore[no-untyped-call]
+        target.addresses, sentinel_kwargs=_of_sentinels(target, settings, _async_retry(0))
+    )
+    managed = _managed(settings, redis.asyncio.sentinel)
+    pool = _pool(AsyncSentinelPool, {**managed, "service_name": target.service, "sentinel_manager": sentinels})
+    return redis.asyncio.Redis.from_pool(pool)
 
 
-def unavailable(error: BaseException) -> ServiceUnavailableError | None:
-    """What a client is told of an error that passes; None if the error is of another kind."""
-    if not isinstance(error, _TRANSIENT) and not str(error).startswith(_TRANSIENT_CODES):
-        return None
-    if str(error) == _NO_TURN:
-        return ServiceUnavailableError("too many commands wait for a connection to Redis", retry_after=RETRY_AFTER_S)
-    reason = "refused the credentials" if isinstance(error, redis.AuthenticationError) else "is not available"
-    return ServiceUnavailableError(f"Redis {reason}: {type(error).__name__}", retry_after=RETRY_AFTER_S)
+def _async_node(settings: Settings, node: Address) -> redis.asyncio.Redis:
+    host, port = node
+    pool = _pool(redis.asyncio.BlockingConnectionPool, {**settings, "host": host, "port": port})
+    return redis.asyncio.Redis.from_pool(pool)
 
 
-def foreign(error: BaseException) -> ForeignDataError | None:
-    """What a script or command that Redis refuses for its data is to callers; None for any other error."""
-    if not isinstance(error, redis.ResponseError) or isinstance(error, _OF_OTHERS):
-        return None
-    if str(error).startswith("RW") or unavailable(error) is not None:
-        return None
-    return ForeignDataError(f"Redis refused a command: {error}")
+def _node(settings: Settings, node: Address) -> redis.Redis:
+    host, port = node
+    return redis.Redis.from_pool(_pool(redis.BlockingConnectionPool, {**settings, "host": host, "port": port}))
 
 
-def _settings(url: str) -> dict[str, Any]:
-    scheme = urlsplit(url).scheme
-    if scheme.startswith(("redis+", "rediss+")):
-        raise InvalidRequestError(f"redis_url: {scheme}:// is not served yet", param="redis_url")
-    if scheme not in ("redis", "rediss", "unix"):
-        raise InvalidRequestError("redis_url: the scheme must be redis://, rediss:// or unix://", param="redis_url")
-    for name, _ in parse_qsl(urlsplit(url).query, keep_blank_values=True):
-        if name in _NOT_IN_URL:
-            raise InvalidRequestError(f"redis_url: {name} cannot be set in the URL", param="redis_url")
-    settings: dict[str, Any] = {
+def _pool(kind: Callable[..., _Pool], settings: Settings) -> _Pool:
+    """A pool, of which one connection was made (and not opened): only then redis-py looks at the options."""
+    try:
+        pool: Any = kind(**settings)
+        pool.connection_class(**pool.connection_kwargs)
+    except (TypeError, ValueError, redis.RedisError) as error:
+        _, unknown, name = str(error).rpartition("unexpected keyword argument ")
+        why = f"{name} is no option of this kind of connection" if unknown else str(error)
+        raise InvalidRequestError(f"redis_url: {why}", param="redis_url") from error
+    made: _Pool = pool
+    return made
+
+
+def _settings(target: RedisUrl, library: Any, retry: Any, options: Mapping[str, Any]) -> Settings:
+    """Options of pool and connections. What the URL says wins, as in redis-py."""
+    try:
+        from_url: Settings = library.parse_url(target.server)
+    except ValueError as error:
+        raise InvalidRequestError(f"redis_url: {error}", param="redis_url") from error
+    settings: Settings = {
         "decode_responses": False,
         "protocol": 2,
+        "retry": retry,
         "socket_timeout": SOCKET_TIMEOUT_S,
         "socket_connect_timeout": CONNECT_TIMEOUT_S,
         "health_check_interval": HEALTH_CHECK_S,
         "max_connections": MAX_CONNECTIONS,
+        "timeout": POOL_TIMEOUT_S,
     }
-    if scheme != "unix":
+    if "path" not in from_url:
         settings |= {"socket_keepalive": True, "socket_keepalive_options": _keepalive()}
-    return settings
+    return {**settings, **options, **from_url}
+
+
+def _once(retry: Any) -> Settings:
+    """What differs where one question is asked and the next node is at hand."""
+    return {"retry": retry, "max_connections": 1, "socket_timeout": CONNECT_TIMEOUT_S}
+
+
+def _managed(settings: Settings, library: Any) -> Settings:
+    """Settings of connections whose address sentinels know."""
+    tls = "connection_class" in settings
+    kind = library.SentinelManagedSSLConnection if tls else library.SentinelManagedConnection
+    return {**settings, "connection_class": kind}
+
+
+def _of_sentinels(target: RedisUrl, settings: Settings, retry: Any) -> Settings:
+    """Settings of the clients of the sentinels themselves: the first that does not answer is left for the next one."""
+    shared = {name: value for name, value in settings.items() if name.startswith(("socket_", "ssl_"))}
+    tls = {"ssl": True} if "connection_class" in settings else {}
+    return {**shared, **tls, "protocol": 2, **_once(retry), **dict(target.sentinel)}
+
+
+def _hooked(settings: Settings, connected: Connected | None, node: str) -> Settings:
+    if connected is None:
+        return settings
+
+    async def hook(connection: AbstractConnection) -> None:
+        await connected(connection, node)
+
+    return {**settings, "redis_connect_func": hook}
+
+
+def _async_retry(retries: int) -> AsyncRetry:
+    return AsyncRetry(ExponentialWithJitterBackoff(base=0.05, cap=0.5) if retries else NoBackoff(), retries)
+
+
+def _retry(retries: int) -> Retry:
+    return Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5) if retries else NoBackoff(), retries)
 
 
 def _keepalive() -> dict[int, int]:

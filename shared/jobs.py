@@ -33,6 +33,14 @@ class Lifetime:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaWait:
+    """A job counts as submitted once so many replicas have it; after `timeout_ms` it is refused."""
+
+    replicas: int
+    timeout_ms: int = 1000
+
+
+@dataclass(frozen=True, slots=True)
 class Submitted:
     """Answer of `submit`. `duplicate`: the id was known, nothing was changed."""
 
@@ -126,6 +134,8 @@ class Publication(Enum):
     FENCED = "fenced"
     #: What Redis holds of the job is not what was written there; trying again is of no use.
     BROKEN = "broken"
+    #: The node that has the job is away, while others answer: nothing is known, ask again.
+    AWAY = "away"
 
 
 @dataclass(frozen=True, slots=True)

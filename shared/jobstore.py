@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
-import redis
-import redis.asyncio
 import structlog
 
 from shared import keys, scripts
-from shared.connect import foreign, unavailable
-from shared.errors import ConflictError, ForeignDataError, JobNotFoundError, ProtocolError
+from shared.calls import AsyncClient, SyncClient, node_of, run, run_everywhere, run_sync
+from shared.errors import (
+    ConflictError,
+    ForeignDataError,
+    JobNotFoundError,
+    ProtocolError,
+    ServiceUnavailableError,
+)
 from shared.jobs import (
     DeadLetter,
     JobView,
@@ -26,6 +30,7 @@ from shared.jobs import (
     Publish,
     PullBudget,
     Pulled,
+    ReplicaWait,
     Submitted,
 )
 from shared.keys import JobId
@@ -38,12 +43,11 @@ from shared.protocol import (
     decode,
     encode,
 )
+from shared.redis_errors import RETRY_AFTER_S, TROUBLE, typed
 from shared.scripts import Call
 
 log = structlog.get_logger(__name__)
 
-#: How often a call is made again because the server lost its scripts in between.
-_SCRIPT_LOADS: Final = 3
 _DEFAULT_LIMITS: Final = LaneLimits()
 _DEFAULT_LIFETIME: Final = Lifetime()
 
@@ -51,25 +55,29 @@ _DEFAULT_LIFETIME: Final = Lifetime()
 class JobStore:
     """Jobs, their logs and the registry in Redis, for asyncio.
 
-    Every method raises ServiceUnavailableError where Redis is away, loading, full, read-only or failing over.
+    Every method raises ServiceUnavailableError where Redis is away, loading, full, read-only or failing over. In a
+    cluster that is so for the node that serves the keys; what is said of a pipeline holds for each node's part of it.
 
     Args:
         redis: a client of `shared.connect.connect`.
         limits: of each lane, where a submit brings none of its own.
         lifetime: of each job, likewise.
+        replicas: what a submit waits for; None: nothing but the primary.
     """
 
     def __init__(
         self,
-        redis: redis.asyncio.Redis,
+        redis: AsyncClient,
         *,
         limits: LaneLimits = _DEFAULT_LIMITS,
         lifetime: Lifetime = _DEFAULT_LIFETIME,
+        replicas: ReplicaWait | None = None,
     ) -> None:
         # Any: redis-py gives sync and async answers one type, `Awaitable[T] | T`.
         self._redis: Any = redis
         self._limits = limits
         self._lifetime = lifetime
+        self._replicas = replicas
         # Per lane and owner: token of the last pull's answer that arrived, and who is pulling.
         self._seen: dict[tuple[str, int, str], bytes] = {}
         self._pulling: dict[tuple[str, int, str], asyncio.Lock] = {}
@@ -82,9 +90,11 @@ class JobStore:
         Raises:
             OverloadedError: a limit of the lane is reached; nothing was written.
             ProtocolError: the envelope is too large or its id is malformed.
+            ServiceUnavailableError: also where too few replicas have the job. It may be in the queue all the same: the
+                caller cancels it, or submits it again.
         """
-        call = scripts.submit(envelope, lifetime or self._lifetime, limits or self._limits)
-        return scripts.parse_submit(await self._run(call))
+        call = scripts.submit(envelope, lifetime or self._lifetime, limits or self._limits, self._replicas)
+        return scripts.parse_submit(await self._run(call), self._replicas)
 
     async def pull(self, pool: str, lane: int, owner: str, budget: PullBudget, lease: Lease) -> Pulled:
         """Take jobs from one lane, as far as the budget goes.
@@ -111,13 +121,15 @@ class JobStore:
     async def publish(self, items: Sequence[Publish]) -> list[Publication]:
         """Append frames and end jobs, in one pipeline; one answer per item. Frames that are there count as sent.
 
+        In a cluster that is one pipeline per node. Where a node is away its items are answered AWAY: repeat them.
+
         Raises:
             ProtocolError: a gap in a job's sequence numbers. The other items were published; they may be repeated.
         """
         return [scripts.parse_publication(a) for a in await self._run_all([scripts.publish(item) for item in items])]
 
     async def renew(self, owner: str, jobs: Sequence[Owned]) -> list[Publication]:
-        """Keep jobs for another lease, in one pipeline; one answer per job."""
+        """Keep jobs for another lease, in one pipeline; one answer per job, AWAY as in `publish`."""
         return [scripts.parse_publication(a) for a in await self._run_all([scripts.renew(owner, job) for job in jobs])]
 
     async def release(self, owner: str, job: Owned) -> bool:
@@ -140,7 +152,8 @@ class JobStore:
         Returns:
             On how many streams something still is.
         """
-        return sum(_raised(await self._run_all([scripts.forget(pool, lane, owner) for lane in range(lanes)])))
+        answers = await self._run_all([scripts.forget(pool, lane, owner) for lane in range(lanes)])
+        return sum(_raised(answer) for answer in answers)
 
     async def get(self, job_id: str) -> JobView:
         """A job with its envelope and result.
@@ -149,48 +162,61 @@ class JobStore:
             JobNotFoundError: no job has this id, or it has expired.
             ProtocolError: its envelope does not decode.
         """
-        async with self._guard():
-            values = await self._redis.hmget(keys.job(JobId.parse(job_id)), scripts.VIEW_FIELDS)
+        values = await self._ask("HMGET", keys.job(JobId.parse(job_id)), *scripts.VIEW_FIELDS)
         if values[0] is None or values[1] is None:
             raise JobNotFoundError("no job has this id", param="id")
         return scripts.parse_view(job_id, values)
 
     async def status(self, job_id: str) -> tuple[JobStatus, int]:
         """Status and sequence number of the last frame. Raises JobNotFoundError."""
-        async with self._guard():
-            status, seq = await self._redis.hmget(keys.job(JobId.parse(job_id)), "status", "seq")
+        status, seq = await self._ask("HMGET", keys.job(JobId.parse(job_id)), "status", "seq")
         if status is None:
             raise JobNotFoundError("no job has this id", param="id")
         return scripts.parse_status(status), scripts.parse_number(seq)
 
     async def read_log(self, job_id: str, after_seq: int = 0, count: int = 1000) -> list[bytes]:
         """Encoded frames with a sequence number above `after_seq`, in order, at most `count`."""
-        async with self._guard():
-            entries = await self._redis.xrange(keys.events(JobId.parse(job_id)), f"{after_seq + 1}-0", "+", count)
+        log = keys.events(JobId.parse(job_id))
+        entries = await self._ask("XRANGE", log, f"{after_seq + 1}-0", "+", "COUNT", count)
         return [scripts.parse_frame(fields) for _, fields in entries]
+
+    async def readers(self, job_id: str) -> int | None:
+        """How many subscriptions to a job's channel there are; None if a node that may have some does not say."""
+        channel = keys.events(JobId.parse(job_id))
+        answers = await run_everywhere(self._redis, Call(("PUBSUB", "NUMSUB", channel), channel))
+        found = sum(answer[1] for answer in answers if not isinstance(answer, Exception))
+        return found or (None if any(isinstance(answer, Exception) for answer in answers) else 0)
+
+    async def node(self, pool: str, lane: int) -> str:
+        """Which of the nodes that `shared.connect.connect` names to its `connected` serves a lane now."""
+        try:
+            return await node_of(self._redis, keys.stats(pool, lane))
+        except TROUBLE as error:
+            raise typed(error) from error
 
     async def lane_load(self, pool: str, lane: int) -> LaneLoad:
         """Exact counters of one lane."""
-        async with self._guard():
-            return scripts.parse_load(await self._redis.hmget(keys.stats(pool, lane), scripts.LOAD_FIELDS))
+        return scripts.parse_load(await self._ask("HMGET", keys.stats(pool, lane), *scripts.LOAD_FIELDS))
 
-    async def lane_loads(self, pool: str, lanes: Sequence[int]) -> list[LaneLoad]:
-        """Exact counters of several lanes, in one round trip."""
-        async with self._guard():
-            pipe = self._redis.pipeline(transaction=False)
-            for lane in lanes:
-                pipe.hmget(keys.stats(pool, lane), scripts.LOAD_FIELDS)
-            return [scripts.parse_load(values) for values in await pipe.execute()]
+    async def lane_loads(self, pool: str, lanes: Sequence[int]) -> list[LaneLoad | None]:
+        """Exact counters of several lanes, in one round trip; None where a lane's node is away while others answer."""
+        answers = await self._run_all([_plain("HMGET", keys.stats(pool, n), *scripts.LOAD_FIELDS) for n in lanes])
+        return [
+            None if isinstance(answer, ServiceUnavailableError) else scripts.parse_load(_raised(answer))
+            for answer in answers
+        ]
 
     async def pool_load(self, pool: str, lanes: int) -> LaneLoad:
         """Exact counters of every lane, summed."""
         loads = await self.lane_loads(pool, range(lanes))
-        return LaneLoad(**{name: sum(getattr(load, name) for load in loads) for name in scripts.LOAD_FIELDS})
+        known = [load for load in loads if load is not None]
+        if len(known) < lanes:
+            raise ServiceUnavailableError("some nodes of Redis are not available", retry_after=RETRY_AFTER_S)
+        return LaneLoad(**{name: sum(getattr(load, name) for load in known) for name in scripts.LOAD_FIELDS})
 
     async def dead_letters(self, pool: str, lane: int, count: int = 100) -> list[DeadLetter]:
         """Buried jobs of a lane, the newest first."""
-        async with self._guard():
-            entries = await self._redis.xrevrange(keys.dead(pool, lane), count=count)
+        entries = await self._ask("XREVRANGE", keys.dead(pool, lane), "+", "-", "COUNT", count)
         return [scripts.parse_dead_letter(entry, fields) for entry, fields in entries]
 
     async def put_card(self, card: Card, bundle: TokenizerBundle) -> Card:
@@ -213,32 +239,27 @@ class JobStore:
                 f"pool {card.pool} has another card: wire version, model digest, lanes, context and vocabulary are "
                 f"{held.decode()} there and {agreement} here"
             )
-        async with self._guard():
-            await self._redis.sadd(keys.pools(), card.pool)
+        await self._ask("SADD", keys.pools(), card.pool)
         try:
             return decode(found, Card)
         except ProtocolError as error:  # every member with this agreement would write the same
             log.error("card written again: it does not decode", pool=card.pool, error=error.message)
-            async with self._guard():
-                await self._redis.hset(keys.card(card.pool), "card", data)
+            await self._ask("HSET", keys.card(card.pool), "card", data)
             return card
 
     async def get_card(self, pool: str) -> Card | None:
         """The pool's card, or None. Raises VersionError for a card of another wire version."""
-        async with self._guard():
-            data = await self._redis.hget(keys.card(pool), "card")
+        data = await self._ask("HGET", keys.card(pool), "card")
         return None if data is None else decode(data, Card)
 
     async def get_bundle(self, pool: str) -> TokenizerBundle | None:
         """The pool's tokenizer and chat template, or None."""
-        async with self._guard():
-            data = await self._redis.get(keys.tokenizer(pool))
+        data = await self._ask("GET", keys.tokenizer(pool))
         return None if data is None else decode(data, TokenizerBundle)
 
     async def pools(self) -> list[str]:
         """Names of pools that have, or had, a card; sorted."""
-        async with self._guard():
-            names = [name.decode(errors="replace") for name in await self._redis.smembers(keys.pools())]
+        names = [name.decode(errors="replace") for name in await self._ask("SMEMBERS", keys.pools())]
         return sorted(name for name in names if keys.POOL_PATTERN.match(name))
 
     async def heartbeat(self, pool: str, info: WorkerInfo, ttl_ms: int) -> list[str]:
@@ -252,41 +273,33 @@ class JobStore:
 
     async def live_workers(self, pool: str, ttl_ms: int) -> list[WorkerInfo]:
         """Workers whose last heartbeat is at most `ttl_ms` old, sorted by owner."""
-        since = await self.now_ms() - ttl_ms
-        async with self._guard():
-            owners = sorted(await self._redis.zrangebyscore(keys.workers(pool), since, "+inf"))
-            pipe = self._redis.pipeline(transaction=False)
-            for owner in owners:
-                pipe.hget(keys.worker(pool, owner.decode(errors="replace")), "info")
-            infos = _checked(await pipe.execute(raise_on_error=False))
+        since = await self.now_ms(pool) - ttl_ms
+        owners = sorted(await self._ask("ZRANGEBYSCORE", keys.workers(pool), since, "+inf"))
+        names = [keys.worker(pool, owner.decode(errors="replace")) for owner in owners]
         workers = []
-        for info in infos:
+        for info in await self._run_all([_plain("HGET", name, "info") for name in names]):
             try:
-                if isinstance(info, ForeignDataError):
-                    raise info
-                workers += [] if info is None else [decode(info, WorkerInfo)]
+                data = _raised(info)
+                workers += [] if data is None else [decode(data, WorkerInfo)]
             except ProtocolError as error:  # one entry that does not read must not hide the others
                 log.warning("a worker's entry does not read", pool=pool, error=error.message)
         return workers
 
     async def leave(self, pool: str, owner: str) -> None:
         """Take a worker out of the registry."""
-        async with self._guard():
-            pipe = self._redis.pipeline(transaction=False)
-            pipe.zrem(keys.workers(pool), owner)
-            pipe.delete(keys.worker(pool, owner))
-            await pipe.execute()
+        calls = [_plain("ZREM", keys.workers(pool), owner), _plain("DEL", keys.worker(pool, owner))]
+        for answer in await self._run_all(calls):
+            _raised(answer)
+
+    async def now_ms(self, pool: str | None = None) -> int:
+        """Unix milliseconds of Redis's clock. In a cluster, of the node that has the pool's registry, or the pools."""
+        key = keys.pools() if pool is None else keys.workers(pool)
+        seconds, microseconds = await self._run(Call(("TIME",), key))
+        return int(seconds) * 1000 + int(microseconds) // 1000
 
     async def paused(self, pool: str) -> bool:
         """Whether the pool's workers are to take nothing; see `shared.upkeep`."""
-        async with self._guard():
-            return bool(await self._redis.exists(keys.paused(pool)))
-
-    async def now_ms(self) -> int:
-        """Unix milliseconds of Redis's clock."""
-        async with self._guard():
-            seconds, microseconds = await self._redis.time()
-        return int(seconds) * 1000 + int(microseconds) // 1000
+        return bool(await self._ask("EXISTS", keys.paused(pool)))
 
     async def _drained(self, pool: str, card: bytes) -> bool:
         """Whether nothing is queued or running under a card; a card that does not decode had a pool of its own kind."""
@@ -297,47 +310,30 @@ class JobStore:
         load = await self.pool_load(pool, lanes)
         return load.queued_jobs + load.running_jobs == 0
 
+    async def _ask(self, command: str, key: str, *arguments: Any) -> Any:
+        """The answer to a command about one key."""
+        return await self._run(_plain(command, key, *arguments))
+
     async def _run(self, call: Call) -> Any:
-        async with self._guard():
-            for _ in range(_SCRIPT_LOADS):
-                try:
-                    return await self._redis.execute_command(*call.command)
-                except redis.exceptions.NoScriptError:
-                    await self._redis.script_load(call.script.text)
-            return await self._redis.execute_command(*call.command)
+        return _raised((await self._run_all([call]))[0])
 
     async def _run_all(self, calls: Sequence[Call]) -> list[Any]:
-        """Run calls in one pipeline. If the server did not know a script, everything from there on is run again:
-        a later call may depend on the earlier one."""
-        answers: list[Any] = []
-        async with self._guard():
-            for _ in range(_SCRIPT_LOADS + 1):
-                pipe = self._redis.pipeline(transaction=False)
-                for call in calls[len(answers) :]:
-                    pipe.execute_command(*call.command)
-                answers += await pipe.execute(raise_on_error=False) if calls[len(answers) :] else []
-                if not (missing := _unknown_scripts(calls, answers)):
-                    break
-                for text in missing:
-                    await self._redis.script_load(text)
-            return _checked(answers)
+        return _checked(await run(self._redis, calls))
 
     @asynccontextmanager
     async def _guard(self) -> AsyncIterator[None]:
-        """Turn errors of Redis into ours. A connection to a demoted primary is of no use: drop them all."""
+        """Turn errors of Redis into ours."""
         try:
             yield
-        except (redis.RedisError, OSError) as error:
-            if isinstance(error, redis.ReadOnlyError):
-                await self._redis.connection_pool.disconnect(inuse_connections=False)
-            _raise_typed(error)
+        except TROUBLE as error:
+            raise typed(error) from error
 
 
 class SyncJobStore:
     """The calls that a worker's threads make. They raise and answer as those of `JobStore`."""
 
-    def __init__(self, redis: redis.Redis) -> None:
-        self._redis: Any = redis
+    def __init__(self, redis: SyncClient) -> None:
+        self._redis = redis
 
     def publish(self, items: Sequence[Publish]) -> list[Publication]:
         """See `JobStore.publish`."""
@@ -349,7 +345,7 @@ class SyncJobStore:
 
     def release(self, owner: str, job: Owned) -> bool:
         """See `JobStore.release`."""
-        return bool(_raised(self._run_all([scripts.release(owner, job)]))[0])
+        return bool(_raised(self._run_all([scripts.release(owner, job)])[0]))
 
     def bury(self, owner: str, job: Owned, error: ProtocolError) -> bool:
         """Give up a job whose data cannot be read: a dead letter, an error for its client. False: no longer its owner.
@@ -357,57 +353,29 @@ class SyncJobStore:
         Raises:
             ForeignDataError: not even that is possible.
         """
-        return bool(_raised(self._run_all([scripts.bury(owner, job, error)]))[0])
+        return bool(_raised(self._run_all([scripts.bury(owner, job, error)])[0]))
 
     def _run_all(self, calls: Sequence[Call]) -> list[Any]:
-        answers: list[Any] = []
-        try:
-            for _ in range(_SCRIPT_LOADS + 1):
-                pipe = self._redis.pipeline(transaction=False)
-                for call in calls[len(answers) :]:
-                    pipe.execute_command(*call.command)
-                answers += pipe.execute(raise_on_error=False) if calls[len(answers) :] else []
-                if not (missing := _unknown_scripts(calls, answers)):
-                    break
-                for text in missing:
-                    self._redis.script_load(text)
-            return _checked(answers)
-        except (redis.RedisError, OSError) as error:
-            if isinstance(error, redis.ReadOnlyError):
-                self._redis.connection_pool.disconnect(inuse_connections=False)
-            _raise_typed(error)
+        return _checked(run_sync(self._redis, calls))
 
 
-def _unknown_scripts(calls: Sequence[Call], answers: list[Any]) -> set[str]:
-    """Texts of the scripts that the server did not know; the answers are cut off before the first of them."""
-    unknown = [i for i, answer in enumerate(answers) if isinstance(answer, redis.exceptions.NoScriptError)]
-    texts = {calls[i].script.text for i in unknown}
-    if unknown:
-        del answers[unknown[0] :]
-    return texts
+def _plain(command: str, key: str, *arguments: Any) -> Call:
+    return Call((command, key, *arguments), key)
 
 
 def _checked(answers: list[Any]) -> list[Any]:
-    """Answers of a pipeline. One that Redis refuses for its data stays among them, as ForeignDataError: the others
-    were done. Any other error is raised."""
-    checked = [foreign(answer) or answer if isinstance(answer, Exception) else answer for answer in answers]
+    """Answers, with errors as callers see them. Two kinds stay among the others, which were done: what Redis refuses
+    for its data (ForeignDataError), and what is away (ServiceUnavailableError) unless nothing else was answered."""
+    checked = [typed(answer) if isinstance(answer, Exception) else answer for answer in answers]
     for answer in checked:
-        if isinstance(answer, BaseException) and not isinstance(answer, ForeignDataError):
+        if isinstance(answer, Exception) and not isinstance(answer, ForeignDataError | ServiceUnavailableError):
             raise answer
+    if checked and all(isinstance(answer, ServiceUnavailableError) for answer in checked):
+        raise checked[0]
     return checked
 
 
-def _raised(answers: list[Any]) -> list[Any]:
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
-    return answers
-
-
-def _raise_typed(error: redis.RedisError | OSError) -> NoReturn:
-    """Raise what callers see; an error that nobody foresaw goes on as it is."""
-    if str(error).startswith("RW"):
-        raise ProtocolError(f"a script refused its arguments: {error}") from error
-    if (typed := unavailable(error) or foreign(error)) is not None:
-        raise typed from error
-    raise error
+def _raised(answer: Any) -> Any:
+    if isinstance(answer, Exception):
+        raise answer
+    return answer

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any, Final, get_args
@@ -16,7 +16,7 @@ from typing import Any, Final, get_args
 import msgspec
 
 from shared import keys
-from shared.errors import ForeignDataError, OverloadedError, ProtocolError
+from shared.errors import ForeignDataError, OverloadedError, ProtocolError, ServiceUnavailableError
 from shared.jobs import (
     DeadLetter,
     JobView,
@@ -30,6 +30,7 @@ from shared.jobs import (
     PullBudget,
     Pulled,
     PulledJob,
+    ReplicaWait,
     Submitted,
 )
 from shared.keys import CLASSES, JobId
@@ -37,6 +38,8 @@ from shared.protocol import Card, Envelope, ErrorInfo, JobStatus, decode, decode
 
 #: Seconds after which it makes sense to submit again to a lane that is full.
 QUEUE_FULL_RETRY_S: Final = 1.0
+#: The same where replicas do not keep up.
+REPLICAS_RETRY_S: Final = 1.0
 
 #: Fields of a job's hash that `parse_view` reads.
 VIEW_FIELDS: Final = (
@@ -64,10 +67,26 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One EVALSHA. `command` is complete; `script` is loaded where the server does not know it."""
+    """One command for the node that serves `key`.
 
-    script: Script
+    Attributes:
+        command: complete; of a script, the EVALSHA.
+        key: any of the command's keys, or one whose node is to answer a command without keys.
+        script: sent as a text where the node does not know it.
+        behind: a command that is sent right behind on the same connection. The answer is then a pair.
+    """
+
     command: tuple[Any, ...]
+    key: str
+    script: Script | None = None
+    behind: tuple[Any, ...] | None = None
+
+    @property
+    def lane(self) -> str:
+        """The key's hash tag: calls of one lane go to one node."""
+        before, brace, rest = self.key.partition("{")
+        tag, end, _ = rest.partition("}")
+        return tag if brace and end else before
 
 
 @dataclass(slots=True)
@@ -99,8 +118,8 @@ def load(name: str) -> Script:
     return Script(name, text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
-def submit(envelope: Envelope, lifetime: Lifetime, limits: LaneLimits) -> Call:
-    """Accept a job.
+def submit(envelope: Envelope, lifetime: Lifetime, limits: LaneLimits, wait: ReplicaWait | None = None) -> Call:
+    """Accept a job. With `wait`, the answer comes once so many replicas have it, or the time is up.
 
     Raises:
         ProtocolError: the envelope is too large, or its id or class is malformed.
@@ -110,7 +129,7 @@ def submit(envelope: Envelope, lifetime: Lifetime, limits: LaneLimits) -> Call:
         raise ProtocolError("the envelope's class is none of high, normal, batch")
     bucket = keys.bucket_of(envelope.tenant)
     queue = keys.queue(job_id.pool, job_id.lane, envelope.job_class, bucket)
-    return _call(
+    call = _call(
         "submit",
         [keys.job(job_id), queue, keys.stats(job_id.pool, job_id.lane)],
         [
@@ -131,14 +150,27 @@ def submit(envelope: Envelope, lifetime: Lifetime, limits: LaneLimits) -> Call:
             job_id.lane,
         ],
     )
+    return call if wait is None else replace(call, behind=("WAIT", wait.replicas, wait.timeout_ms))
 
 
-def parse_submit(answer: Any) -> Submitted:
-    """Raises OverloadedError where a limit of the lane was reached; then nothing was written."""
+def parse_submit(answer: Any, wait: ReplicaWait | None = None) -> Submitted:
+    """The answer of `submit`, called with the same `wait`.
+
+    Raises:
+        OverloadedError: a limit of the lane was reached; nothing was written.
+        ServiceUnavailableError: too few replicas have the job. It is in the queue all the same.
+    """
+    replicas = 0
+    if wait is not None:
+        answer, replicas = answer
     code, jobs, tokens = answer
     if code == 2:
         raise OverloadedError(
             f"the queue is full: {jobs} jobs with {tokens} tokens are waiting", retry_after=QUEUE_FULL_RETRY_S
+        )
+    if wait is not None and replicas < wait.replicas:
+        raise ServiceUnavailableError(
+            f"{replicas} replicas of Redis have the job, {wait.replicas} must", retry_after=REPLICAS_RETRY_S
         )
     return Submitted(duplicate=code == 1, queued_jobs=jobs, queued_tokens=tokens)
 
@@ -219,7 +251,9 @@ def renew(owner: str, job: Owned) -> Call:
 
 
 def parse_publication(answer: Any) -> Publication:
-    """Answer of `publish` and `renew`, which may be an error that concerns this job alone."""
+    """Answer of `publish` and `renew`, which may be an error that concerns this job or its node alone."""
+    if isinstance(answer, ServiceUnavailableError):
+        return Publication.AWAY
     return Publication.BROKEN if isinstance(answer, ForeignDataError) else _PUBLICATIONS[answer]
 
 
@@ -388,7 +422,7 @@ def _pull_keys(pool: str, lane: int) -> tuple[str, ...]:
 
 def _call(name: str, names: Sequence[str], arguments: Sequence[Any]) -> Call:
     script = load(name)
-    return Call(script, ("EVALSHA", script.sha, len(names), *names, *arguments))
+    return Call(("EVALSHA", script.sha, len(names), *names, *arguments), names[0], script)
 
 
 def _ms(seconds: float) -> int:

@@ -16,7 +16,10 @@ class CommonSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="ROPEWAY_", extra="ignore", validate_default=True)
 
-    redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis: redis://, rediss:// or unix:// URL")
+    redis_url: str = Field(
+        "redis://127.0.0.1:6379/0",
+        description="Redis: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster:// URL",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
     log_json: bool | None = Field(None, description="JSON lines; unset: where standard error is not a terminal")
 
@@ -32,6 +35,12 @@ class GatewaySettings(CommonSettings):
     max_choices: int = Field(128, ge=1, description="most choices in one request, prompts times n")
     max_queued_jobs: int | None = Field(10_000, ge=1, description="most queued jobs per lane; above it 429")
     max_queued_tokens: int | None = Field(None, ge=1, description="most queued tokens per lane; above it 429")
+    submit_replicas: int = Field(
+        0, ge=0, description="replicas of Redis that must have a job before it counts as accepted; else 503"
+    )
+    submit_replica_timeout_ms: int = Field(
+        1000, ge=1, le=4000, description="milliseconds that a submit waits for submit_replicas"
+    )
     deadline_s: float = Field(3600.0, gt=0, description="seconds until a job must have ended")
     max_run_s: float = Field(600.0, gt=0, description="seconds past its deadline that a running job's keys are kept")
     retention_s: float = Field(3600.0, gt=0, description="seconds that an ended job's result and events are kept")

@@ -11,11 +11,13 @@ from typing import Final
 import msgspec
 
 from shared import keys, scripts
+from shared.calls import primaries
 from shared.errors import ConflictError, JobNotFoundError, ProtocolError
 from shared.jobs import DeadLetter, Lifetime
 from shared.jobstore import JobStore
 from shared.keys import JobId
 from shared.protocol import Envelope, decode
+from shared.redis_errors import TROUBLE, typed
 
 #: Entries that one call looks at, so that none holds Redis up for long.
 _PAGE: Final = 200
@@ -58,36 +60,36 @@ class Upkeep(JobStore):
     async def restore(self, job_id: str) -> bool:
         """Put a live job back into its queue if no stream holds it. True: it was not there."""
         parsed = JobId.parse(job_id)
-        async with self._guard():
-            stream = await self._redis.hget(keys.job(parsed), "stream")
+        stream = await self._ask("HGET", keys.job(parsed), "stream")
         if stream is None:
             return False
         return bool(await self._run(scripts.restore(parsed, stream.decode(errors="replace"))))
 
     async def job_ids(self, pool: str) -> AsyncIterator[str]:
         """Ids of all jobs of a pool that Redis holds, ended ones included. Walks the whole key space."""
-        async with self._guard():
-            async for key in self._redis.scan_iter(match=f"rw:{{{pool}.*}}:job:*", count=1000):
-                job_id = key.decode(errors="replace").partition("}:job:")[2]
-                if (parsed := JobId.match(job_id)) is not None and parsed.pool == pool:
-                    yield job_id
+        try:
+            for node in await primaries(self._redis):
+                async for key in node.scan_iter(match=f"rw:{{{pool}.*}}:job:*", count=1000):
+                    job_id = key.decode(errors="replace").partition("}:job:")[2]
+                    if (parsed := JobId.match(job_id)) is not None and parsed.pool == pool:
+                        yield job_id
+        except TROUBLE as error:
+            raise typed(error) from error
 
     async def lock_sweep(self, pool: str, owner: str, seconds: float) -> bool:
         """Whether the caller may sweep the pool now; nobody else may for so many seconds."""
-        async with self._guard():
-            return bool(await self._redis.set(keys.sweep_lock(pool), owner, nx=True, px=max(1, round(seconds * 1e3))))
+        milliseconds = max(1, round(seconds * 1e3))
+        return bool(await self._ask("SET", keys.sweep_lock(pool), owner, "NX", "PX", milliseconds))
 
     async def pause(self, pool: str) -> None:
         """Let the pool's workers take no further job; what runs goes on, and jobs are still accepted."""
-        async with self._guard():
-            await self._redis.set(keys.paused(pool), b"1")
-            await self._redis.publish(keys.control(pool), msgspec.msgpack.encode({"op": "pause"}))
+        await self._ask("SET", keys.paused(pool), b"1")
+        await self._ask("PUBLISH", keys.control(pool), msgspec.msgpack.encode({"op": "pause"}))
 
     async def unpause(self, pool: str) -> None:
         """Let the pool's workers take jobs again."""
-        async with self._guard():
-            await self._redis.delete(keys.paused(pool))
-            await self._redis.publish(keys.control(pool), msgspec.msgpack.encode({"op": "unpause"}))
+        await self._ask("DEL", keys.paused(pool))
+        await self._ask("PUBLISH", keys.control(pool), msgspec.msgpack.encode({"op": "unpause"}))
 
     async def find_dead(self, job_id: str) -> DeadLetter:
         """A buried job.
@@ -105,8 +107,7 @@ class Upkeep(JobStore):
         """Every dead letter of a lane, the newest first."""
         last = "+"
         while last:
-            async with self._guard():
-                entries = await self._redis.xrevrange(keys.dead(pool, lane), max=last, count=_PAGE)
+            entries = await self._ask("XREVRANGE", keys.dead(pool, lane), last, "-", "COUNT", _PAGE)
             for entry, fields in entries:
                 yield scripts.parse_dead_letter(entry, fields)
             last = f"({entries[-1][0].decode()}" if len(entries) == _PAGE else ""
@@ -139,5 +140,4 @@ class Upkeep(JobStore):
     async def purge_dead(self, letter: DeadLetter) -> None:
         """Remove one dead letter."""
         parsed = JobId.parse(letter.job_id)
-        async with self._guard():
-            await self._redis.xdel(keys.dead(parsed.pool, parsed.lane), letter.entry)
+        await self._ask("XDEL", keys.dead(parsed.pool, parsed.lane), letter.entry)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import structlog
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from shared import keys
 from shared.errors import EngineError, ForeignDataError, ProtocolError
@@ -28,6 +29,9 @@ _log = structlog.stdlib.get_logger("worker.intake")
 _SUSPECTS = 4
 #: Seconds that a lane is left alone whose data is broken.
 _REST_S = 5.0
+#: Seconds before a lane is tried again that could not be pulled from: the first bound, doubled each time, and the last.
+#: As with all back-off here it is a draw between nothing and the bound.
+_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ class Intake:
         self._hot: set[int] = set()
         self._blocked: set[int] = set()
         self._rests: dict[int, float] = {}
+        self._failures: dict[int, int] = {}
         self._room_count = 0
         self._turn = 0
         self._all_at = 0.0
@@ -176,7 +181,7 @@ class Intake:
         self._hot.update(
             lane
             for lane, load in zip(lanes, loads, strict=True)
-            if load.queued_jobs > 0 or (running and load.running_jobs > 0)
+            if load is not None and (load.queued_jobs > 0 or (running and load.running_jobs > 0))
         )
 
     async def _round(self) -> None:
@@ -209,8 +214,10 @@ class Intake:
             _log.error("cannot pull from a lane, its data is broken", lane=lane, error=error.message)
             self._rests[lane] = time.monotonic() + _REST_S
             return
-        if pulled is None:
+        except REDIS_TROUBLE as error:
+            self._failed(lane, error)
             return
+        self._failures.pop(lane, None)
         for job_id, status in pulled.ended.items():
             _log.info("job ended in the queue", job_id=job_id, status=status)
         self._take(pulled)
@@ -233,33 +240,17 @@ class Intake:
         suspects = max(0, _SUSPECTS - sum(job.suspect for job in held))
         return replace(budget, idle=not held, suspects=suspects)
 
-    async def _pull(self, lane: int, budget: PullBudget) -> Pulled | None:
-        """Pull, again and again while Redis is away; None if the worker stops meanwhile."""
-        async for attempt in AsyncRetrying(
-            retry=retry_if_exception_type(REDIS_TROUBLE),
-            wait=wait_random_exponential(multiplier=0.05, max=2.0),
-            stop=lambda _: self._stopping.is_set(),
-            sleep=self._pause,
-            before_sleep=self._failed,
-            retry_error_callback=lambda _: None,
-        ):
-            with attempt:
-                lease = self._rule.lease(lane)
-                try:
-                    pulled = await self._pull_store.pull(self._config.pool, lane, self._config.owner, budget, lease)
-                except REDIS_TROUBLE:
-                    self._rule.failed()
-                    raise
-                self._rule.answered(lane, lease)
-                self.pulled_at = time.monotonic()
-                return pulled
-        return None
-
-    async def _pause(self, seconds: float) -> None:
-        """Sleep, unless the worker stops."""
-        waiter = asyncio.ensure_future(self._stopping.wait())
-        await asyncio.wait([waiter], timeout=seconds)
-        waiter.cancel()
+    async def _pull(self, lane: int, budget: PullBudget) -> Pulled:
+        node = await self._pull_store.node(self._config.pool, lane)
+        try:
+            lease = self._rule.lease(lane, node)
+            pulled = await self._pull_store.pull(self._config.pool, lane, self._config.owner, budget, lease)
+            self._rule.answered(lane, await self._pull_store.node(self._config.pool, lane), lease)
+        except REDIS_TROUBLE:
+            self._rule.failed(node)
+            raise
+        self.pulled_at = time.monotonic()
+        return pulled
 
     async def _queued(self, lane: int) -> int:
         try:
@@ -270,11 +261,14 @@ class Intake:
         except ForeignDataError:  # the next pull says so
             return 0
 
-    def _failed(self, state: RetryCallState) -> None:
+    def _failed(self, lane: int, error: Exception) -> None:
+        """Try a lane again after a pause: it may be its node alone that is away, so the others do not wait for it."""
         self._metrics.redis_errors.inc()
-        if state.attempt_number in (1, 10, 100):
-            error = state.outcome.exception() if state.outcome else None
-            _log.warning("cannot pull, trying again", attempt=state.attempt_number, error=repr(error))
+        failures = self._failures[lane] = self._failures.get(lane, 0) + 1
+        if failures in (1, 10, 100):
+            _log.warning("cannot pull, trying again", lane=lane, attempt=failures, error=repr(error))
+        pause = random.uniform(0.0, min(_LONGEST_PAUSE_S, _PAUSE_S * 2**failures))
+        self._asyncio.call_later(pause, self._heat, [lane])
 
     def _take(self, pulled: Pulled) -> None:
         self._metrics.pulled.inc(len(pulled.jobs))

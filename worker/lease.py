@@ -107,6 +107,7 @@ class LeaseKeeper(WatchedThread):
             return
         self._redis_answers = True
         for job, answer in zip(jobs, answers, strict=True):
+            # AWAY: as if this node's part of the renewal had failed; the next one comes in a third of a lease.
             lost = answer in (Publication.FENCED, Publication.BROKEN)
             if lost and self._holdings.holds(job) and job.stage is not Stage.OVER:
                 _log.warning("lease lost", job_id=job.id, epoch=job.epoch)

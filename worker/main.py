@@ -17,10 +17,11 @@ from redis.retry import Retry
 
 from engine.request import EngineProtocol, ModelInfo
 from shared import keys
-from shared.connect import connect, connect_pubsub, connect_sync, mask
+from shared.connect import connect, connect_pubsub, connect_sync
 from shared.errors import ConflictError, InvalidRequestError, RopewayError
 from shared.jobstore import JobStore, SyncJobStore
 from shared.logs import configure
+from shared.redis_url import mask
 from shared.settings import WorkerSettings
 from worker.clock import RedisClock
 from worker.control import ControlListener
@@ -124,13 +125,13 @@ class Worker:
         if keys.POOL_PATTERN.match(pool) is None:
             raise InvalidRequestError(f"pool: {pool!r} is no name for a pool; set one with --pool", param="pool")
         url = settings.redis_url
-        rule = ReclaimRule(settings.lanes, settings.lease_s, settings.max_attempts)
-        # Pulls have a connection of their own that never hides a failure: what may be reclaimed depends on it.
+        rule = ReclaimRule(settings.lease_s, settings.max_attempts)
+        # Pulls have connections of their own that never hide a failure: what may be reclaimed depends on it.
         puller = connect(
             url,
+            connected=rule.connected,
             max_connections=1,
             retry=AsyncRetry(NoBackoff(), 0),
-            redis_connect_func=rule.connected,
             socket_timeout=min(5.0, settings.lease_s),
         )
         reader, subscriber = connect(url), connect_pubsub(url)

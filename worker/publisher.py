@@ -7,9 +7,10 @@ When Redis is away, frames are kept and sent again; above a bound in bytes the e
 from __future__ import annotations
 
 import queue
+import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol, TypeVar
 
 import redis
@@ -78,6 +79,7 @@ class Publisher(WatchedThread):
         self._backlog = 0
         self._full = False
         self._closing = False
+        self._put_offs = 0
         self._give_up = threading.Event()
 
     # Other threads
@@ -149,35 +151,48 @@ class Publisher(WatchedThread):
 
     def _send(self, boxes: list[Outbox]) -> None:
         """One pipeline; answers are passed on."""
+        away: set[HeldJob] = set()
         items = [(box, item) for box in boxes if (item := box.take(self._owner)) is not None]
         if items:
             answers: list[Publication | None] | list[Publication] | None
             try:
                 answers = self._retry(lambda: self._store.publish([item for _, item in items]))
             except ProtocolError:  # of one job, or more: find out which
-                answers = self._one_by_one([item for _, item in items])
+                answers = [self._alone(item) for _, item in items]
             if answers is None:
                 return
             for (box, _), answer in zip(items, answers, strict=True):
                 self._answered(box, answer)
+            away = {box.job for (box, _), answer in zip(items, answers, strict=True) if answer is Publication.AWAY}
+            self._put_off([box for box, _ in items if box.job in away])
         for box in boxes:
-            if box.handover and box.job in self._outboxes:
+            if box.handover and box.job in self._outboxes and box.job not in away:
                 self._hand_over(box)
 
-    def _one_by_one(self, items: list[Publish]) -> list[Publication | None] | None:
-        """The answers of separate calls; None for a job that Redis has forgotten frames of."""
-        answers: list[Publication | None] = []
-        for item in items:
-            try:
-                answer = self._retry(lambda item=item: self._store.publish([item])[0])  # type: ignore[misc]
-            except ProtocolError as error:
-                _log.warning("frames were lost, the job goes back", job_id=item.job_id, error=error.message)
-                answers.append(None)
-            else:
-                if answer is None:
-                    return None
-                answers.append(answer)
-        return answers
+    def _put_off(self, boxes: Collection[Outbox]) -> None:
+        """What is due of jobs whose node is away is tried again later; the others do not wait for it."""
+        if not boxes:
+            self._put_offs = 0
+            return
+        self._put_offs += 1
+        self._metrics.publish_errors.inc()
+        if self._put_offs in (1, 10, 100):
+            _log.warning("cannot reach the node of some jobs, trying again", attempt=self._put_offs, jobs=len(boxes))
+        pause = random.uniform(0.0, min(2.0, 0.05 * 2**self._put_offs))
+        for box in boxes:
+            box.due = time.monotonic() + pause
+        if self._closing:
+            self._pause(pause)
+
+    def _alone(self, item: Publish) -> Publication | None:
+        """The answer to one job's frames alone; None if Redis has forgotten some that came before."""
+        try:
+            return self._store.publish([item])[0]
+        except ProtocolError as error:
+            _log.warning("frames were lost, the job goes back", job_id=item.job_id, error=error.message)
+            return None
+        except REDIS_TROUBLE:
+            return Publication.AWAY
 
     def _answered(self, box: Outbox, answer: Publication | None) -> None:
         job = box.job
@@ -186,6 +201,8 @@ class Publisher(WatchedThread):
             # goes on from what is left in its log.
             self._hand_over(box)
             self._on_end(job, Cause.FENCED)
+            return
+        if answer is Publication.AWAY:
             return
         if answer is Publication.BROKEN:
             self._give_up_on(job)
@@ -219,11 +236,12 @@ class Publisher(WatchedThread):
 
     def _hand_over(self, box: Outbox) -> None:
         try:
-            released = self._retry(lambda: self._store.release(self._owner, box.job.owned))
+            released = self._store.release(self._owner, box.job.owned)
         except ProtocolError as error:
             _log.error("a job cannot be handed back", job_id=box.job.id, error=error.message)
             released = False
-        if released is None:
+        except REDIS_TROUBLE:
+            self._put_off([box])
             return
         if released:
             self._metrics.released.inc()

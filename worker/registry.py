@@ -147,7 +147,7 @@ class Registry:
         entry.running, entry.waiting = stats.running, stats.waiting
         entry.free_blocks, entry.total_blocks = stats.free_blocks, stats.total_blocks
         owners = await self._store.heartbeat(self._pool, entry, self._ttl_ms)
-        self._clock.set(await self._store.now_ms())
+        self._clock.set(await self._store.now_ms(self._pool))
         self.seen_redis = time.monotonic()
         self._on_owners(owners)
         self._on_pause(await self._store.paused(self._pool))

@@ -20,6 +20,11 @@ end
 local load = redis.call('HMGET', stats, 'queued_jobs', 'queued_tokens')
 local jobs, tokens = tonumber(load[1]) or 0, tonumber(load[2]) or 0
 if redis.call('EXISTS', key) == 1 then
+  -- A write all the same, so that a WAIT behind this call covers what the first one wrote over another connection.
+  local status = redis.pcall('HGET', key, 'status')
+  if type(status) == 'string' then
+    redis.call('HSET', key, 'status', status)
+  end
   return { 1, jobs, tokens }
 end
 if (max_jobs >= 0 and jobs + 1 > max_jobs) or (max_tokens >= 0 and tokens + cost > max_tokens) then

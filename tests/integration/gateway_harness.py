@@ -15,7 +15,7 @@ import uvicorn
 from gateway.app import create_app
 from gateway.main import BoundedHttp
 from gateway.services import Services
-from shared import connect
+from shared.connect import connect
 from shared.jobs import Ending, Lease, Publication, Publish, PullBudget, PulledJob
 from shared.jobstore import JobStore
 from shared.protocol import (
@@ -187,7 +187,7 @@ class Gateway:
 @asynccontextmanager
 async def serve(redis_url: str, *, card: Any = None, bundle: Any = None, **settings: Any) -> AsyncIterator[Gateway]:
     """A gateway over an empty Redis with one pool; `card` False for none."""
-    client = connect.connect(redis_url)
+    client = connect(redis_url)
     store = JobStore(client)
     if card is not False:
         await store.put_card(card or support.card(), bundle or support.bundle())

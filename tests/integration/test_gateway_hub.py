@@ -11,7 +11,8 @@ import redis.asyncio
 
 from gateway.errors import JobLostError
 from gateway.following import Follower
-from shared import connect, keys
+from shared import keys
+from shared.connect import connect
 from shared.errors import ServiceUnavailableError
 from shared.keys import JobId
 from shared.protocol import Frame
@@ -27,7 +28,7 @@ async def gateway(redis_url: str) -> AsyncIterator[Gateway]:
 
 @pytest.fixture
 async def admin(redis_url: str) -> AsyncIterator[redis.asyncio.Redis]:
-    client = connect.connect(redis_url)
+    client = connect(redis_url)
     yield client
     await client.aclose()
 

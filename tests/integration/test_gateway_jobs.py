@@ -203,9 +203,10 @@ async def test_ends_of_the_log(gateway: Gateway) -> None:
         response = await gateway.http.get(url, headers={"Last-Event-ID": bad.encode("latin-1")})
         assert response.status_code == 400, bad
     assert (await gateway.http.get(f"{url}?after=-1")).json()["error"]["param"] == "after"
-    from shared import connect, keys
+    from shared import keys
+    from shared.connect import connect
 
-    client = connect.connect(gateway.redis_url)
+    client = connect(gateway.redis_url)
     await client.delete(keys.events(JobId.parse(job_id)))
     await client.aclose()
     response = await gateway.http.get(url)

@@ -79,6 +79,7 @@ class FakeStore:
         self.released: list[str] = []
         self.buried: list[str] = []
         self.too_broken = False
+        self.release_away = 0
         self.calls: list[list[Publish]] = []
         self.script: list[Callable[[Sequence[Publish]], list[Publication] | None]] = []
         self.called = threading.Condition()
@@ -102,6 +103,9 @@ class FakeStore:
         return [Publication.FINE] * len(items)
 
     def release(self, owner: str, job: Owned) -> bool:
+        if self.release_away:
+            self.release_away -= 1
+            raise redis.ConnectionError("away")
         self.released.append(job.job_id)
         return True
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from engine.request import Capacity
-from shared.errors import ForeignDataError
+from shared.errors import ForeignDataError, ServiceUnavailableError
 from shared.jobs import LaneLoad, Lease, PullBudget, Pulled, PulledJob
 from shared.keys import CLASSES, home_lanes
 from tests.unit.worker.parts import held
@@ -26,6 +26,7 @@ class Lanes:
         self.queued: dict[int, int] = {}
         self.alone: set[int] = set()
         self.broken: set[int] = set()
+        self.away: set[int] = set()
         self.pulls: list[tuple[int, PullBudget]] = []
         self.news = asyncio.Condition()
 
@@ -35,6 +36,8 @@ class Lanes:
             self.news.notify_all()
         if lane in self.broken:
             raise ForeignDataError("m")
+        if lane in self.away:
+            raise ServiceUnavailableError("m")
         if lane in self.alone and not budget.idle:
             return Pulled(alone_waiting=1)
         if not self.queued.get(lane):
@@ -43,10 +46,13 @@ class Lanes:
         envelope = held().envelope
         return Pulled([PulledJob(envelope, 1, 1, 0, 2**50, 1.0, False, lane in self.alone)])
 
-    async def lane_loads(self, pool: str, lanes: list[int]) -> list[LaneLoad]:
+    async def node(self, pool: str, lane: int) -> str:
+        return f"node of {lane % 2}"
+
+    async def lane_loads(self, pool: str, lanes: list[int]) -> list[LaneLoad | None]:
         if self.broken:
             raise ForeignDataError("m")
-        return [LaneLoad(queued_jobs=self.queued.get(lane, 0)) for lane in lanes]
+        return [None if lane in self.away else LaneLoad(queued_jobs=self.queued.get(lane, 0)) for lane in lanes]
 
     async def lane_load(self, pool: str, lane: int) -> LaneLoad:
         return LaneLoad(queued_jobs=self.queued.get(lane, 0) + (lane in self.alone))
@@ -79,7 +85,7 @@ class Setup:
         self.engine = Engine(self.admission, sequences)
         config = IntakeConfig("pool", LANES, "me", poll_s, poll_s, steal_delay_s)
         self.intake = Intake(
-            self.lanes, self.lanes, config, ReclaimRule(LANES, 1.0, 3), self.engine,  # type: ignore[arg-type]
+            self.lanes, self.lanes, config, ReclaimRule(1.0, 3), self.engine,  # type: ignore[arg-type]
             self.holdings, self.admission, WorkerMetrics("m"),
         )  # fmt: skip
         self.holdings.on_empty = self.intake.room
@@ -142,6 +148,26 @@ async def test_a_lost_wake_is_made_up_for_by_polling() -> None:
         s.lanes.queued = {6: 1}
         await s.lanes.until(lambda: bool(s.lanes.pulls))
         assert s.lanes.pulls[0][0] == 6
+
+
+async def test_a_lane_whose_node_is_away_keeps_no_other_waiting_and_is_tried_again() -> None:
+    async with Setup() as s:
+        s.lanes.away.add(2)
+        s.lanes.queued |= {2: 1, 3: 2}
+        s.intake.wake(2)
+        await s.lanes.until(lambda: [lane for lane, _ in s.lanes.pulls].count(2) >= 3)
+        s.intake.wake(3)
+        await s.lanes.until(lambda: len(s.engine.jobs) == 2)
+        s.lanes.away.clear()
+        await s.lanes.until(lambda: len(s.engine.jobs) == 3)
+
+
+async def test_a_lane_whose_node_is_away_is_left_out_of_the_look_at_all() -> None:
+    async with Setup(poll_s=0.02) as s:
+        s.lanes.away.add(2)
+        s.lanes.queued |= {2: 1, 3: 1}
+        await s.lanes.until(lambda: bool(s.lanes.pulls))
+        assert {lane for lane, _ in s.lanes.pulls} == {3}
 
 
 async def test_a_lane_whose_data_is_broken_rests_and_keeps_no_other_waiting() -> None:

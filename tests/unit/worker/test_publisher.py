@@ -84,6 +84,35 @@ def test_redis_away_then_an_answer_lost_loses_and_doubles_nothing(setup: Setup) 
     assert setup.metrics.registry.get_sample_value("ropeway_publish_errors_total", {"model_name": "m"}) == 4
 
 
+def test_frames_whose_node_is_away_hold_nobody_up(setup: Setup) -> None:
+    gone, other = setup.job(), setup.job()
+
+    def half(items):  # type: ignore[no-untyped-def]
+        rest = [item for item in items if item.job_id != gone.id]
+        saved, setup.store.script = setup.store.script, []
+        setup.store.publish(rest)
+        setup.store.script = saved
+        return [Publication.AWAY if item.job_id == gone.id else Publication.FINE for item in items]
+
+    setup.store.script = [half] * 6
+    for n in range(3):
+        setup.publisher.put([progress(gone, delta(0, n, n)), progress(other, delta(0, n, n))])
+    setup.publisher.put([progress(other, delta(0, 3, 3), status="completed")])
+    setup.store.wait_calls(4)
+    assert setup.ids(other) == [0, 1, 2, 3] and gone.id not in setup.store.frames
+    setup.publisher.put([Handover(gone)])
+    assert setup.publisher.close(20)
+    assert setup.ids(gone) == [0, 1, 2] and setup.store.released == [gone.id]
+
+
+def test_a_job_that_cannot_be_handed_back_holds_nobody_up(setup: Setup) -> None:
+    first, second = setup.job(), setup.job()
+    setup.store.release_away = 3
+    setup.publisher.put([Handover(first), Handover(second)])
+    assert setup.publisher.close(20)
+    assert sorted(setup.store.released) == sorted([first.id, second.id]) and len(setup.holdings) == 0
+
+
 def test_after_fencing_nothing_is_sent(setup: Setup) -> None:
     job, other = setup.job(), setup.job()
     setup.store.script = [lambda items: [Publication.FENCED] * len(items)]

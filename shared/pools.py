@@ -1,0 +1,75 @@
+"""Connections that find their server themselves: the primary that sentinels name, or any node of a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import redis
+from redis.asyncio.connection import BlockingConnectionPool as AsyncBlockingConnectionPool
+from redis.asyncio.connection import Connection, SSLConnection
+from redis.asyncio.sentinel import SentinelConnectionPool as AsyncSentinelConnectionPool
+from redis.connection import BlockingConnectionPool
+from redis.sentinel import SentinelConnectionPool
+
+from shared.slot_map import SlotMap
+
+
+class AsyncSentinelPool(AsyncSentinelConnectionPool, AsyncBlockingConnectionPool):
+    """Who finds all connections in use waits, as with one server; the sentinels' own connections end with it."""
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await asyncio.gather(super().aclose(), *(sentinel.aclose() for sentinel in self.sentinel_manager.sentinels))
+
+
+class SentinelPool(SentinelConnectionPool, BlockingConnectionPool):
+    """The same for threads."""
+
+    def close(self) -> None:
+        """Close all connections."""
+        super().close()
+        for sentinel in self.sentinel_manager.sentinels:
+            sentinel.close()
+
+
+class AnyNodeConnection(Connection):
+    """A connection to any node of a cluster, in chance order; it remembers what nodes there are for the next time.
+
+    Args:
+        slots: with the nodes to begin with.
+    """
+
+    def __init__(self, *, slots: SlotMap, **options: Any) -> None:
+        self._slots = slots
+        super().__init__(redis_connect_func=self._learn, **options)
+
+    async def connect(self) -> None:
+        """Connect to the first node that answers.
+
+        Raises:
+            redis.ConnectionError: none does; the error is the last one's.
+        """
+        if self.is_connected:
+            return
+        error: Exception = redis.ConnectionError("a cluster needs at least one node")
+        for host, port in self._slots.candidates():
+            self.host, self.port = host, port
+            try:
+                await super().connect()  # type: ignore[no-untyped-call]
+            except (redis.ConnectionError, redis.TimeoutError) as failure:
+                error = failure
+                self._slots.failed((host, port))
+            else:
+                return
+        raise error
+
+    async def _learn(self, connection: Connection) -> None:
+        await self.on_connect()
+        await self.send_command("CLUSTER", "SLOTS", check_health=False)
+        if not self._slots.learn(await self.read_response(), (self.host, self.port)):
+            raise redis.ConnectionError("the node serves no cluster")
+
+
+class AnyNodeSSLConnection(AnyNodeConnection, SSLConnection):
+    """The same over TLS."""
