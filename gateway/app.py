@@ -14,7 +14,11 @@ from fastapi import FastAPI
 from gateway import docs, errors
 from gateway.admission import Keyring
 from gateway.catalogue import Catalogue
+from gateway.entrance import Entrance
 from gateway.hub import Hub
+from gateway.idempotency import Idempotency
+from gateway.limits import Limiter, PoolLimits
+from gateway.load import PoolLoads
 from gateway.metrics import GatewayMetrics
 from gateway.middleware import Authentication, BodyLimit, RequestScope
 from gateway.preparation import Preparer
@@ -23,11 +27,13 @@ from gateway.services import Services
 from gateway.submission import Submitter
 from gateway.sweeper import Sweeper
 from gateway.tasks import cancel_all
+from shared.calls import AsyncClient
 from shared.connect import connect, connect_pubsub
-from shared.jobs import LaneLimits, Lifetime, ReplicaWait
+from shared.jobs import LaneLimits, Lifetime, RateLimits, ReplicaWait
 from shared.jobstore import JobStore
 from shared.redis_url import mask
 from shared.settings import GatewaySettings
+from shared.tenants import Tenants
 from shared.upkeep import Upkeep
 
 log = structlog.get_logger(__name__)
@@ -90,11 +96,13 @@ async def _open(settings: GatewaySettings, metrics: GatewayMetrics, stack: Async
             idle_s=min(IDLE_S, settings.keepalive_s),
         )
     )
-    submitter = Submitter(store, metrics)
-    stack.push_async_callback(submitter.close)
     catalogue = Catalogue(store, executor)
-    refresher = asyncio.create_task(catalogue.run(), name="catalogue")
-    background = [refresher]
+    loads = PoolLoads(store, catalogue)
+    submitter = Submitter(store, metrics, loads)
+    stack.push_async_callback(submitter.close)
+    background = [
+        asyncio.create_task(work, name=name) for name, work in (("catalogue", catalogue.run()), ("loads", loads.run()))
+    ]
     if settings.sweep_s > 0:
         sweeper = Sweeper(Upkeep(client), metrics, settings.sweep_s)
         background.append(asyncio.create_task(sweeper.run(), name="sweeper"))
@@ -105,10 +113,25 @@ async def _open(settings: GatewaySettings, metrics: GatewayMetrics, stack: Async
         store=store,
         catalogue=catalogue,
         preparer=Preparer(catalogue, executor, settings),
+        entrance=_entrance(client, store, loads, settings),
         hub=hub,
         submitter=submitter,
         metrics=metrics,
         executor=executor,
+    )
+
+
+def _entrance(client: AsyncClient, store: JobStore, loads: PoolLoads, settings: GatewaySettings) -> Entrance:
+    tenants = Tenants(client)
+    return Entrance(
+        store,
+        Idempotency(tenants, settings.deadline_s + settings.max_run_s + settings.retention_s),
+        Limiter(
+            tenants,
+            loads,
+            RateLimits(settings.rate_limit_requests, settings.rate_limit_tokens),
+            PoolLimits(settings.max_pool_queued_jobs, settings.max_pool_queued_tokens),
+        ),
     )
 
 

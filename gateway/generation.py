@@ -11,6 +11,7 @@ from gateway import answers, wire_format
 from gateway.admission import Caller, JobOptions
 from gateway.answers import Answer
 from gateway.disconnect import ClientGoneError, Disconnect
+from gateway.entrance import Repeat
 from gateway.following import Follower
 from gateway.schemas import GenerationRequest
 from gateway.services import Services
@@ -36,15 +37,24 @@ class GenerationResponse(Response):
     job. Errors before the first byte are raised, for the status to be true; later ones end the stream.
     """
 
-    def __init__(self, services: Services, request: GenerationRequest, caller: Caller, reference: str) -> None:
+    def __init__(
+        self,
+        services: Services,
+        request: GenerationRequest,
+        caller: Caller,
+        reference: str,
+        repeat: Repeat | None = None,
+    ) -> None:
         # The base class would render a body, of which there is none yet.
         self.background = None
         self._services, self._request, self._caller, self._reference = services, request, caller, reference
+        self._repeat = repeat
         self._settings, self._metrics = services.settings, services.metrics
         self._streaming = bool(request.stream)
         self._started_at = self._sent_at = time.monotonic()
         self._headers_sent, self._text_seen = False, False
         self._pending: list[bytes] = []
+        self._extra_headers: list[tuple[bytes, bytes]] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve it.
@@ -67,6 +77,10 @@ class GenerationResponse(Response):
         prepared = await services.preparer.prepare(request, self._caller, options)
         if client.gone:
             raise ClientGoneError
+        entered = await services.entrance.enter(self._caller.tenant, prepared, self._repeat)
+        prepared = entered.prepared
+        self._extra_headers = [(name.encode(), value.encode()) for name, value in entered.headers.items()]
+        self._extra_headers.append((b"x-ropeway-job-id", prepared.shape.job_ids[0].encode()))
         scope.setdefault("state", {})["job_id"] = prepared.shape.job_ids[0]
         async with await services.hub.follow(prepared.shape.job_ids) as follower:
             client.on_gone(follower.nudge)
@@ -78,7 +92,8 @@ class GenerationResponse(Response):
             try:
                 await (self._stream if self._streaming else self._whole)(answer, follower, client, send)
             except ClientGoneError:
-                if not request.background:
+                # Whoever sent a key may come back with it.
+                if not request.background and self._repeat is None:
                     services.submitter.cancel_later(
                         _open(follower), self._settings.disconnect_grace_s, leave_readers=True
                     )
@@ -115,8 +130,7 @@ class GenerationResponse(Response):
             self._pending.append(wire_format.KEEPALIVE)
         if not self._headers_sent:
             self._headers_sent = True
-            headers = [*SSE_HEADERS, self._job_header(answer)]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.start", "status": 200, "headers": [*SSE_HEADERS, *self._extra_headers]})
             self._pending.insert(0, answer.opening())
         body = b"".join(self._pending)
         self._pending.clear()
@@ -132,7 +146,7 @@ class GenerationResponse(Response):
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
-            self._job_header(answer),
+            *self._extra_headers,
         ]
         self._headers_sent = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -152,9 +166,6 @@ class GenerationResponse(Response):
         queued = any(track.status == "queued" and not track.ended for track in follower.tracks)
         if (late > 0 and queued) or late > self._settings.max_run_s:
             raise JobExpiredError("the job was not served before its deadline")
-
-    def _job_header(self, answer: Answer) -> tuple[bytes, bytes]:
-        return (b"x-ropeway-job-id", answer.shape.job_ids[0].encode())
 
     def _account(self, answer: Answer) -> None:
         self._metrics.events.inc(answer.events)

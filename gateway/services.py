@@ -13,7 +13,9 @@ from starlette.requests import Request
 
 from gateway.admission import ANONYMOUS, Caller
 from gateway.catalogue import Catalogue
+from gateway.entrance import Entrance, Repeat
 from gateway.hub import Hub
+from gateway.idempotency import digest_of, key_of
 from gateway.metrics import GatewayMetrics
 from gateway.preparation import Preparer
 from gateway.schemas import parse
@@ -36,6 +38,7 @@ class Services:
     store: JobStore
     catalogue: Catalogue
     preparer: Preparer
+    entrance: Entrance
     hub: Hub
     submitter: Submitter
     metrics: GatewayMetrics
@@ -63,6 +66,16 @@ def caller_of(request: Request) -> Caller:
         request_id=state.get("request_id"),
         trace=trace,
     )
+
+
+def repeat_of(request: Request, body: BaseModel) -> Repeat | None:
+    """The request's idempotency key with what is asked under it; None without one.
+
+    Raises:
+        InvalidRequestError: the key is malformed.
+    """
+    key = key_of(request)
+    return None if key is None else Repeat(key, digest_of(request.url.path, body))
 
 
 async def body_of(request: Request, model: type[M]) -> M:

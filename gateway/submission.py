@@ -9,10 +9,12 @@ from contextlib import nullcontext, suppress
 import structlog
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
+from gateway.load import PoolLoads
 from gateway.metrics import GatewayMetrics
 from shared.errors import OverloadedError, RopewayError, ServiceUnavailableError
 from shared.jobs import Lifetime
 from shared.jobstore import JobStore
+from shared.keys import JobId
 from shared.protocol import Envelope
 
 log = structlog.get_logger(__name__)
@@ -27,8 +29,8 @@ CLOSE_S = 3.0
 class Submitter:
     """Puts jobs into the queue and takes them back. Commands are never broken off in the middle."""
 
-    def __init__(self, store: JobStore, metrics: GatewayMetrics) -> None:
-        self._store, self._metrics = store, metrics
+    def __init__(self, store: JobStore, metrics: GatewayMetrics, loads: PoolLoads) -> None:
+        self._store, self._metrics, self._loads = store, metrics, loads
         self._cancels: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
 
@@ -52,6 +54,8 @@ class Submitter:
         # An answer that was lost on its way says nothing of whether the job was queued: end those too.
         unsure = [e.id for e, a in zip(envelopes, answers, strict=True) if not isinstance(a, OverloadedError)]
         self.cancel_later(unsure, 0.0)
+        if isinstance(errors[0], OverloadedError):
+            errors[0].retry_after = self._loads.of(JobId.parse(envelopes[0].id).pool).retry_after()
         raise errors[0]
 
     async def _submit(

@@ -195,12 +195,14 @@ class JobView:
 
 @dataclass(frozen=True, slots=True)
 class LaneLoad:
-    """Exact counters of one lane."""
+    """Exact counters of one lane. What has ended is counted for as long as the lane's counters are there."""
 
     queued_jobs: int = 0
     queued_tokens: int = 0
     running_jobs: int = 0
     running_tokens: int = 0
+    ended_jobs: int = 0
+    ended_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,3 +220,32 @@ class DeadLetter:
     def buried_ms(self) -> int:
         """Unix milliseconds of Redis's clock."""
         return int(self.entry.partition("-")[0])
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimits:
+    """Of each tenant, per minute; None is no limit."""
+
+    requests: int | None = None
+    tokens: int | None = None
+
+    @property
+    def any(self) -> bool:
+        """Whether there is anything to count."""
+        return self.requests is not None or self.tokens is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Answer of `Tenants.spend`.
+
+    Attributes:
+        allowed: whether it was taken; else nothing was.
+        requests_left, tokens_left: None without a limit.
+        wait_s: until it may be asked again; None if it is more than the limit itself and never will be.
+    """
+
+    allowed: bool
+    requests_left: int | None
+    tokens_left: int | None
+    wait_s: float | None

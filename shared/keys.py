@@ -153,6 +153,16 @@ def sweep_lock(pool: str) -> str:
     return f"rw:{{{pool}}}:sweep"
 
 
+def rate(tenant: str) -> str:
+    """Hash: a tenant's token buckets."""
+    return f"rw:{{{tenant}}}:rate"
+
+
+def idempotency(tenant: str, digest: str) -> str:
+    """String: the request that a tenant's idempotency key, of this hash, stands for."""
+    return f"rw:{{{tenant}}}:idem:{digest}"
+
+
 def pools() -> str:
     """Set of pool names that have a card."""
     return "rw:pools"

@@ -30,6 +30,7 @@ from shared.jobs import (
     PullBudget,
     Pulled,
     PulledJob,
+    RateLimits,
     ReplicaWait,
     Submitted,
 )
@@ -47,7 +48,14 @@ VIEW_FIELDS: Final = (
     "result",
 )  # fmt: skip
 #: Fields of a lane's stats that `parse_load` reads.
-LOAD_FIELDS: Final = ("queued_jobs", "queued_tokens", "running_jobs", "running_tokens")
+LOAD_FIELDS: Final = (
+    "queued_jobs",
+    "queued_tokens",
+    "running_jobs",
+    "running_tokens",
+    "ended_jobs",
+    "ended_tokens",
+)
 
 #: Of a 64-bit number, its sign included.
 _MAX_DIGITS: Final = 20
@@ -322,6 +330,17 @@ def restore(job_id: JobId, stream: str) -> Call:
         [keys.job(job_id), f"{tag}:{stream}", keys.stats(job_id.pool, job_id.lane)],
         [str(job_id), stream, keys.wake(job_id.pool), job_id.lane],
     )
+
+
+def claim(record: str, content: bytes, ttl_s: float) -> Call:
+    """Enter what an idempotency key stands for."""
+    return _call("claim", [record], [content, _ms(ttl_s)])
+
+
+def spend(tenant: str, limits: RateLimits, requests: int, tokens: int) -> Call:
+    """Count against a tenant's limits."""
+    most = [-1 if limit is None else limit for limit in (limits.requests, limits.tokens)]
+    return _call("spend", [keys.rate(tenant)], [*most, requests, tokens])
 
 
 def parse_id(text: str) -> JobId:

@@ -41,6 +41,14 @@ class GatewaySettings(CommonSettings):
     submit_replica_timeout_ms: int = Field(
         1000, ge=1, le=4000, description="milliseconds that a submit waits for submit_replicas"
     )
+    max_pool_queued_jobs: int | None = Field(None, ge=1, description="about the most queued jobs of a pool; above: 429")
+    max_pool_queued_tokens: int | None = Field(
+        None, ge=1, description="about the most queued tokens per pool; above it 429"
+    )
+    rate_limit_requests: int | None = Field(None, ge=1, description="requests per minute and API key; above it 429")
+    rate_limit_tokens: int | None = Field(
+        None, ge=1, description="tokens per minute and API key, prompts and max_tokens; above it 429"
+    )
     deadline_s: float = Field(3600.0, gt=0, description="seconds until a job must have ended")
     max_run_s: float = Field(600.0, gt=0, description="seconds past its deadline that a running job's keys are kept")
     retention_s: float = Field(3600.0, gt=0, description="seconds that an ended job's result and events are kept")

@@ -8,7 +8,7 @@ from gateway.docs import body_docs
 from gateway.errors import reference_of
 from gateway.generation import GenerationResponse
 from gateway.schemas import ChatCompletionRequest
-from gateway.services import body_of, caller_of, services_of
+from gateway.services import body_of, caller_of, repeat_of, services_of
 
 router = APIRouter(tags=["generation"])
 
@@ -17,4 +17,6 @@ router = APIRouter(tags=["generation"])
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation, as a stream of server-sent events if `stream` is true."""
     body = await body_of(request, ChatCompletionRequest)
-    return GenerationResponse(services_of(request), body, caller_of(request), reference_of(request))
+    return GenerationResponse(
+        services_of(request), body, caller_of(request), reference_of(request), repeat_of(request, body)
+    )

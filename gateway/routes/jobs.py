@@ -24,7 +24,7 @@ from gateway.schemas import (
     check_metadata,
     parse,
 )
-from gateway.services import Services, body_of, caller_of, services_of
+from gateway.services import Services, body_of, caller_of, repeat_of, services_of
 from shared.errors import InvalidRequestError, JobNotFoundError, RopewayError, UnsupportedParameterError
 from shared.jobs import JobView, Lifetime
 from shared.protocol import FINAL_STATUSES
@@ -44,6 +44,7 @@ After = Annotated[int | None, Query(ge=0, lt=10**_MAX_DIGITS, description="as La
 async def submit_job(request: Request) -> Response:
     """Queue a chat or completion. It goes on whoever is connected; its id finds it on any gateway."""
     services, order = services_of(request), await body_of(request, JobRequest)
+    repeat = repeat_of(request, order)
     check_metadata(order.metadata)
     with _inside_body():
         body = _inner(order)
@@ -55,10 +56,12 @@ async def submit_job(request: Request) -> Response:
         prepared = await services.preparer.prepare(body, caller_of(request), options, single=True)
     settings = services.settings
     deadline_s = settings.deadline_s if order.deadline_s is None else order.deadline_s
-    await services.submitter.submit(prepared.envelopes, Lifetime(deadline_s, settings.max_run_s, settings.retention_s))
-    envelope = prepared.envelopes[0]
+    entered = await services.entrance.enter(caller_of(request).tenant, prepared, repeat)
+    jobs = entered.prepared.envelopes
+    await services.submitter.submit(jobs, Lifetime(deadline_s, settings.max_run_s, settings.retention_s))
+    envelope = jobs[0]
     request.scope["state"]["job_id"] = envelope.id
-    headers = {"location": f"/v1/jobs/{envelope.id}", "x-ropeway-job-id": envelope.id}
+    headers = {"location": f"/v1/jobs/{envelope.id}", "x-ropeway-job-id": envelope.id, **entered.headers}
     return Response(job_view.of_envelope(envelope), status_code=202, media_type=_JSON, headers=headers)
 
 

@@ -66,6 +66,8 @@ end
 local function close(job, status, result)
   remove_entry(job.stream, job.entry)
   count(job.status, job.class, job.bucket, -1, -job.cost)
+  redis.call('HINCRBY', PREFIX .. 'stats', 'ended_jobs', 1)
+  redis.call('HINCRBY', PREFIX .. 'stats', 'ended_tokens', int(job.cost))
   redis.call('HSET', job.key, 'status', status, 'result', result, 'finished_us', int(now_us()))
   redis.call('PEXPIRE', job.key, job.retention_ms)
   redis.call('PEXPIRE', PREFIX .. 'ev:' .. job.id, job.retention_ms)

@@ -22,6 +22,7 @@ from shared.jobs import (
     Publish,
     PullBudget,
     PulledJob,
+    RateLimits,
     Submitted,
 )
 from shared.keys import BUCKETS, CLASSES, GROUP, JobId
@@ -46,6 +47,8 @@ CALLS = {
     "join": scripts.join("p", "a", b"c", b"t", ""),
     "heartbeat": scripts.heartbeat("p", "o", b"i", 1000),
     "sweep": scripts.sweep("p", 3, keys.queue("p", 3, "high", 2), "-", 10, 1000),
+    "claim": scripts.claim(keys.idempotency("t", "d"), b"r", 60.0),
+    "spend": scripts.spend("t", RateLimits(10, 100), 1, 20),
     "recount": scripts.recount("p", 3),
     "restore": scripts.restore(JOB_ID, "q:high:2"),
 }

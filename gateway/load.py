@@ -1,0 +1,77 @@
+"""How loaded each pool is and how fast it drains: soft limits and Retry-After come from it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Final
+
+import structlog
+
+from gateway.catalogue import Catalogue
+from shared.errors import RopewayError
+from shared.jobs import LaneLoad
+from shared.jobstore import JobStore
+
+log = structlog.get_logger(__name__)
+
+#: Seconds between two looks, which is also how stale a sum may be.
+LOOK_S: Final = 1.0
+#: Weight of the newest look in the drain rate: about ten looks count.
+_NEWEST: Final = 0.2
+#: Bounds of Retry-After in seconds; the first also where nothing is known of the rate.
+RETRY_MIN_S, RETRY_MAX_S = 1.0, 60.0
+
+
+@dataclass(slots=True)
+class PoolLoad:
+    """A pool's counters, summed over its lanes, and the tokens of jobs that end per second."""
+
+    load: LaneLoad = field(default_factory=LaneLoad)
+    drain: float = 0.0
+    seen_at: float = 0.0
+
+    def look(self, load: LaneLoad, now: float) -> None:
+        """Take new counters over."""
+        ended = load.ended_tokens - self.load.ended_tokens
+        # Counters of a lane vanish when it has been empty for long: then nothing is known of what ended.
+        if self.seen_at and ended >= 0:
+            rate = ended / max(now - self.seen_at, 1e-3)
+            self.drain += _NEWEST * (rate - self.drain)
+        self.load, self.seen_at = load, now
+
+    def retry_after(self) -> float:
+        """Seconds until a good part of what is queued now will have gone."""
+        if self.drain <= 0:
+            return RETRY_MIN_S
+        # Room for one more comes soon; but all that are refused now come back at the same time.
+        seconds = 0.1 * (self.load.queued_tokens + self.load.running_tokens) / self.drain
+        return min(max(seconds, RETRY_MIN_S), RETRY_MAX_S)
+
+
+class PoolLoads:
+    """Looks at all pools of the catalogue again and again."""
+
+    def __init__(self, store: JobStore, catalogue: Catalogue) -> None:
+        self._store, self._catalogue = store, catalogue
+        self._loads: dict[str, PoolLoad] = {}
+
+    def of(self, pool: str) -> PoolLoad:
+        """As it was at the last look; empty before the first."""
+        return self._loads.get(pool) or PoolLoad()
+
+    async def run(self) -> None:
+        """Look until cancelled. Redis being away is no error: the next look tries again."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for pool in self._catalogue.pools:
+                try:
+                    await self.look(pool.card.pool, pool.card.lanes)
+                except RopewayError as error:
+                    log.warning("load.unknown", pool=pool.card.pool, error=error.message)
+
+    async def look(self, pool: str, lanes: int) -> None:
+        """One look at one pool. Raises ServiceUnavailableError where Redis is away."""
+        load = await self._store.pool_load(pool, lanes)
+        self._loads.setdefault(pool, PoolLoad()).look(load, time.monotonic())
