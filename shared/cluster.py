@@ -85,7 +85,7 @@ class Cluster:
             finally:
                 await scout.aclose()
         if not self.slots.known:
-            raise redis.ConnectionError("no node of the cluster can be reached") from error
+            raise error or redis.ConnectionError("none of the nodes serves a cluster")
 
 
 class SyncCluster:
@@ -134,7 +134,7 @@ class SyncCluster:
             finally:
                 scout.close()
         if not self.slots.known:
-            raise redis.ConnectionError("no node of the cluster can be reached") from error
+            raise error or redis.ConnectionError("none of the nodes serves a cluster")
 
 
 def node_name(node: Address) -> str:

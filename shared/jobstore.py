@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import Any, Final
 
 import structlog
@@ -73,8 +72,7 @@ class JobStore:
         lifetime: Lifetime = _DEFAULT_LIFETIME,
         replicas: ReplicaWait | None = None,
     ) -> None:
-        # Any: redis-py gives sync and async answers one type, `Awaitable[T] | T`.
-        self._redis: Any = redis
+        self._redis = redis
         self._limits = limits
         self._lifetime = lifetime
         self._replicas = replicas
@@ -319,14 +317,6 @@ class JobStore:
 
     async def _run_all(self, calls: Sequence[Call]) -> list[Any]:
         return _checked(await run(self._redis, calls))
-
-    @asynccontextmanager
-    async def _guard(self) -> AsyncIterator[None]:
-        """Turn errors of Redis into ours."""
-        try:
-            yield
-        except TROUBLE as error:
-            raise typed(error) from error
 
 
 class SyncJobStore:

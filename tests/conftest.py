@@ -5,43 +5,71 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import redis
 
 from tests.support.redis_server import RedisServer, binary
+from tests.support.redis_topology import ClusterServers, SentinelServers
+
+Servers = RedisServer | SentinelServers | ClusterServers
 
 
-@pytest.fixture(scope="session", params=["valkey", "redis"])
-def redis_server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
-    """A real server; tests that use it run once per kind that is installed."""
-    if binary(request.param) is None:
-        pytest.skip(f"no {request.param} server installed")
-    server = RedisServer(request.param)
-    server.start()
-    yield server
-    server.close()
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--redis-topology",
+        choices=["single", "sentinel", "cluster"],
+        help="run every test that needs a Redis on this; else on single servers, those marked `topologies` on all",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "redis_server" not in metafunc.fixturenames:
+        return
+    chosen = metafunc.config.getoption("--redis-topology")
+    kinds = ["valkey", "redis"]
+    if chosen in ("sentinel", "cluster"):
+        kinds = [chosen]
+    elif chosen is None and metafunc.definition.get_closest_marker("topologies") is not None:
+        kinds += ["sentinel", "cluster"]
+    metafunc.parametrize("redis_server", kinds, indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")
-def valkey_server() -> Iterator[RedisServer]:
+def redis_server(request: pytest.FixtureRequest) -> Iterator[Servers]:
+    """Real servers; tests that use them run once per kind that is installed, and per topology where they are marked."""
+    yield from _serve(request.param)
+
+
+@pytest.fixture(scope="session")
+def valkey_server(request: pytest.FixtureRequest) -> Iterator[Servers]:
     """The embedded server only: for tests where the kind of server does not matter."""
-    server = RedisServer("valkey")
-    server.start()
-    yield server
-    server.close()
+    chosen = request.config.getoption("--redis-topology")
+    yield from _serve(chosen if chosen in ("sentinel", "cluster") else "valkey")
 
 
 @pytest.fixture
-def redis_url(redis_server: RedisServer) -> str:
-    """URL of an empty real server, once per installed kind."""
-    with redis.Redis(port=redis_server.port) as client:
-        client.flushall()
-        client.script_flush()
+def redis_url(redis_server: Servers) -> str:
+    """URL of an empty Redis."""
+    redis_server.flush()
     return redis_server.url
 
 
 @pytest.fixture
-def valkey_url(valkey_server: RedisServer) -> str:
+def valkey_url(valkey_server: Servers) -> str:
     """URL of an empty embedded server."""
-    with redis.Redis(port=valkey_server.port) as client:
-        client.flushall()
+    valkey_server.flush()
     return valkey_server.url
+
+
+def _serve(kind: str) -> Iterator[Servers]:
+    if kind == "sentinel":
+        with SentinelServers() as sentinels:
+            yield sentinels
+    elif kind == "cluster":
+        with ClusterServers() as cluster:
+            yield cluster
+    elif binary(kind) is None:
+        pytest.skip(f"no {kind} server installed")
+    else:
+        server = RedisServer(kind)
+        server.start()
+        yield server
+        server.close()

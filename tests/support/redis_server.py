@@ -21,6 +21,13 @@ def binary(kind: str) -> str | None:
     return str(get_binary_path())
 
 
+def free_port() -> int:
+    """A port that nothing listened on a moment ago."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
 class RedisServer:
     """A server process of its own on a free loopback port, with a data folder of its own."""
 
@@ -30,18 +37,26 @@ class RedisServer:
             raise FileNotFoundError(f"no {kind} server installed")
         self._binary, self._extra, self._appendonly = path, extra or [], appendonly
         self.data = Path(tempfile.mkdtemp(prefix="rw-redis-"))
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            self.port = s.getsockname()[1]
+        self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
 
-    def start(self) -> None:
-        command = [
-            self._binary,
+    def client(self) -> redis.Redis:
+        """A client of this one server."""
+        return redis.Redis(port=self.port, protocol=2)
+
+    def flush(self) -> None:
+        """Forget data and scripts."""
+        with self.client() as client:
+            client.flushall()
+            client.script_flush()
+
+    def start(self, arguments: list[str] | None = None) -> None:
+        """Start and wait for an answer; `arguments` in place of all others."""
+        settings = [
             "--port",
             str(self.port),
             "--bind",
@@ -54,9 +69,10 @@ class RedisServer:
             "yes" if self._appendonly else "no",
             *self._extra,
         ]
+        command = [self._binary, *(settings if arguments is None else arguments)]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 10
-        with redis.Redis(port=self.port) as client:
+        with self.client() as client:
             while True:
                 try:
                     client.ping()

@@ -23,6 +23,7 @@ from shared.jobstore import JobStore
 from shared.keys import JobId
 from shared.protocol import ChoiceResult, Envelope, Frame, JobClass, Result, TokenLogprob, decode
 from shared.sampling import SamplingParams
+from tests.support.redis_topology import raw_client
 from worker.outbox import wire_logprob
 from worker.transcript import Transcript
 
@@ -178,10 +179,11 @@ class Follower:
 class Harness:
     """A Redis server's jobs and workers. `async with harness(url) as h`."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, client: Any) -> None:
         self.url = url
-        self.client = connect(url)
-        self.store = JobStore(self.client)
+        self.client = client
+        self._commands = connect(url)
+        self.store = JobStore(self._commands)
         self._subscriber = connect_pubsub(url)
         self._followers: list[asyncio.Task[None]] = []
         self._workers: list[WorkerProcess] = []
@@ -250,14 +252,14 @@ class Harness:
         await asyncio.gather(*self._followers, return_exceptions=True)
         for worker in self._workers:
             await worker.close()
-        await self._subscriber.aclose()
-        await self.client.aclose()
+        for client in (self._subscriber, self._commands, self.client):
+            await client.aclose()
 
 
 @asynccontextmanager
 async def harness(url: str) -> AsyncIterator[Harness]:
     """Workers and clients on one server; everything is ended afterwards."""
-    h = Harness(url)
+    h = Harness(url, await raw_client(url))
     try:
         yield h
     finally:

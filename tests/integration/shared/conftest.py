@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
-import redis.asyncio
 
 from shared.connect import connect
 from shared.jobstore import JobStore
+from tests.support.redis_topology import raw_client
 
 
 @pytest.fixture
-async def client(redis_url: str) -> AsyncIterator[redis.asyncio.Redis]:
-    """A client of an empty server."""
-    client = connect(redis_url)
+async def client(redis_url: str) -> AsyncIterator[Any]:
+    """A client of an empty Redis, for looking at keys."""
+    client = await raw_client(redis_url)
     yield client
     await client.aclose()
 
 
 @pytest.fixture
-def store(client: redis.asyncio.Redis) -> JobStore:
+async def store(redis_url: str) -> AsyncIterator[JobStore]:
     """A store with the default limits and lifetimes."""
-    return JobStore(client)
+    client = connect(redis_url)
+    yield JobStore(client)
+    await client.aclose()

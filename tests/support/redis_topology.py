@@ -1,0 +1,275 @@
+"""Several real servers on loopback as one Redis: a cluster, or a primary with a replica and sentinels."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import redis
+import redis.asyncio
+from redis.crc import key_slot
+
+from shared.connect import connect
+from tests.support.redis_server import RedisServer, binary, free_port
+
+SERVICE = "main"
+#: Milliseconds after which a silent node counts as gone: for tests that kill one, and for those that do not and must not
+#: be disturbed by a machine that stutters.
+QUICK_MS, NEVER_MS = 1500, 600_000
+_PATIENCE_S = 60.0
+
+
+def kind_of_server() -> str:
+    """Debian's redis-server where it is installed, else the embedded one."""
+    return "redis" if binary("redis") is not None else "valkey"
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for a condition; errors of connections count as not yet."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            if condition():
+                return
+        except redis.RedisError:
+            pass
+        if time.monotonic() > deadline:
+            raise TimeoutError(what)
+        time.sleep(0.02)
+
+
+class ClusterServers:
+    """A cluster whose primaries share the slots evenly, each with so many replicas. Use as a context manager."""
+
+    def __init__(self, *, primaries: int = 3, replicas: int = 0, timeout_ms: int = NEVER_MS) -> None:
+        self._buses = [free_port() for _ in range(primaries * (1 + replicas))]
+        self.servers = [
+            RedisServer(
+                kind_of_server(),
+                extra=[
+                    "--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf", "--cluster-port", str(bus),
+                    "--cluster-node-timeout", str(timeout_ms), "--cluster-replica-validity-factor", "0",
+                    "--repl-diskless-sync-delay", "0",
+                ],
+            )
+            for bus in self._buses
+        ]  # fmt: skip
+        self._primaries, self._replicas = primaries, replicas
+
+    @property
+    def url(self) -> str:
+        return "redis+cluster://" + ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
+
+    def __enter__(self) -> ClusterServers:
+        try:
+            for server in self.servers:
+                server.start()
+            self._join()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.close()
+
+    def flush(self) -> None:
+        """Forget data and scripts."""
+        for server in self.servers[: self._primaries]:
+            with server.client() as client:
+                client.flushall()
+                client.script_flush()
+
+    def serving(self, key: str) -> RedisServer:
+        """The server that has a key now."""
+        return self._by_port(self._owner(self._any(), key)["primary"][1])
+
+    def replica_of(self, server: RedisServer) -> RedisServer:
+        """A replica of a primary."""
+        for owners in self._slots(server).values():
+            if owners["primary"][1] == server.port and owners["replicas"]:
+                return self._by_port(owners["replicas"][0][1])
+        raise LookupError(f"no replica of {server.port}")
+
+    def until_replicated(self) -> None:
+        """Wait until every replica has what its primary has written."""
+        for server in self.servers[: self._primaries]:
+            _until_replicated(server, self._replicas)
+
+    def until_failed_over(self, key: str, lost: RedisServer) -> None:
+        """Wait until another server than `lost` has a key, for all that are left."""
+        rest = [server for server in self.servers if server is not lost]
+        until(
+            lambda: all(self._owner(server, key)["primary"][1] != lost.port for server in rest), "no replica took over"
+        )
+
+    def _join(self) -> None:
+        first = self.servers[0]
+        slots = [round(16384 * n / self._primaries) for n in range(self._primaries + 1)]
+        for number, (server, bus) in enumerate(zip(self.servers, self._buses, strict=True)):
+            with server.client() as client:
+                client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+                if number < self._primaries:
+                    client.execute_command("CLUSTER", "ADDSLOTSRANGE", slots[number], slots[number + 1] - 1)
+            with first.client() as client:
+                client.execute_command("CLUSTER", "MEET", "127.0.0.1", server.port, bus)
+        until(lambda: all(_info(server)["cluster_known_nodes"] == len(self.servers) for server in self.servers), "meet")
+        for number, server in enumerate(self.servers[self._primaries :]):
+            with self.servers[number % self._primaries].client() as client:
+                primary = client.execute_command("CLUSTER", "MYID")
+            with server.client() as client:
+                until(lambda c=client, p=primary: bool(c.execute_command("CLUSTER", "REPLICATE", p)), "replicate")  # type: ignore[misc]
+        until(lambda: all(_info(server)["cluster_state"] == "ok" for server in self.servers), "cluster state")
+        if self._replicas:
+            # A replica that has received nothing yet is not named in CLUSTER SLOTS.
+            self.flush()
+            self.until_replicated()
+        until(lambda: all(self._complete(server) for server in self.servers), "everyone knows all replicas")
+
+    def _complete(self, server: RedisServer) -> bool:
+        owners = self._slots(server).values()
+        return len(owners) == self._primaries and all(len(o["replicas"]) == self._replicas for o in owners)
+
+    def _slots(self, server: RedisServer) -> dict[tuple[int, int], Any]:
+        with server.client() as client:
+            return redis.cluster.parse_cluster_slots(client.execute_command("CLUSTER SLOTS"))
+
+    def _owner(self, server: RedisServer, key: str) -> Any:
+        slot = key_slot(key.encode())
+        return next(owners for (first, last), owners in self._slots(server).items() if first <= slot <= last)
+
+    def _any(self) -> RedisServer:
+        return next(server for server in self.servers if server.process is not None)
+
+    def _by_port(self, port: int) -> RedisServer:
+        return next(server for server in self.servers if server.port == port)
+
+
+class SentinelServers:
+    """A primary and a replica that three sentinels watch. Use as a context manager."""
+
+    def __init__(self, *, timeout_ms: int = NEVER_MS) -> None:
+        kind = kind_of_server()
+        self._timeout_ms = timeout_ms
+        self.primary = RedisServer(kind, extra=["--repl-diskless-sync-delay", "0"])
+        self.replica = RedisServer(
+            kind, extra=["--replicaof", "127.0.0.1", str(self.primary.port), "--repl-diskless-sync-delay", "0"]
+        )
+        self.sentinels = [RedisServer(kind) for _ in range(3)]
+        self._folder = Path(tempfile.mkdtemp(prefix="rw-sentinel-"))
+
+    @property
+    def url(self) -> str:
+        hosts = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in self.sentinels)
+        return f"redis+sentinel://{hosts}/{SERVICE}/0"
+
+    def __enter__(self) -> SentinelServers:
+        try:
+            for server in (self.primary, self.replica):
+                server.start()
+            self.until_replicated()
+            for number, sentinel in enumerate(self.sentinels):
+                sentinel.start([str(self._configuration(number, sentinel)), "--sentinel"])
+            until(lambda: all(map(self._complete, self.sentinels)), "sentinels know each other and the replica")
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for server in (*self.sentinels, self.replica, self.primary):
+            server.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def flush(self) -> None:
+        """Forget data and scripts."""
+        with self.primary.client() as client:
+            client.flushall()
+            client.script_flush()
+
+    def serving(self, key: str) -> RedisServer:
+        """The server that is the primary now, as the first sentinel says."""
+        with self.sentinels[0].client() as client:
+            _, port = client.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE)
+        return self.primary if int(port) == self.primary.port else self.replica
+
+    def until_replicated(self) -> None:
+        """Wait until the replica has what the primary has written."""
+        _until_replicated(self.primary, 1)
+
+    def until_failed_over(self, key: str, lost: RedisServer) -> None:
+        """Wait until the first sentinel names another server than `lost`."""
+        until(lambda: self.serving(key) is not lost, "the replica did not take over")
+
+    def _configuration(self, number: int, sentinel: RedisServer) -> Path:
+        path = self._folder / f"{number}.conf"
+        path.write_text(
+            f"port {sentinel.port}\nbind 127.0.0.1\ndir {sentinel.data}\n"
+            f"sentinel monitor {SERVICE} 127.0.0.1 {self.primary.port} 2\n"
+            f"sentinel down-after-milliseconds {SERVICE} {self._timeout_ms}\n"
+            f"sentinel failover-timeout {SERVICE} 6000\n"
+        )
+        return path
+
+    def _complete(self, sentinel: RedisServer) -> bool:
+        with sentinel.client() as client:
+            state: Any = client.sentinel_master(SERVICE)
+        return bool(state["num-slaves"] == 1 and state["num-other-sentinels"] == 2)
+
+
+Topology = ClusterServers | SentinelServers
+
+
+class _RawCluster(redis.asyncio.RedisCluster):
+    async def keys(self, pattern: str = "*") -> list[bytes]:  # type: ignore[override]
+        """Of all nodes."""
+        return [key async for key in self.scan_iter(pattern)]
+
+
+async def raw_client(url: str) -> Any:
+    """redis-py's own client of what is behind a URL, for looking at keys."""
+    if not urlsplit(url).scheme.endswith("+cluster"):
+        return connect(url)
+    host, _, port = urlsplit(url).netloc.partition(",")[0].partition(":")
+    return await _RawCluster(host, int(port), protocol=2).initialize()
+
+
+def is_one_server(url: str) -> bool:
+    """Whether a URL is that of a single server."""
+    return "+" not in urlsplit(url).scheme
+
+
+def _until_replicated(server: RedisServer, replicas: int) -> None:
+    def caught_up() -> bool:
+        with server.client() as client:
+            info: Any = client.info("replication")
+        states = [info[f"slave{n}"] for n in range(info["connected_slaves"])]
+        return len(states) >= replicas and all(
+            state["state"] == "online" and state["offset"] == info["master_repl_offset"] for state in states
+        )
+
+    until(caught_up, "the replica does not catch up")
+
+
+def _info(server: RedisServer) -> dict[str, Any]:
+    with server.client() as client:
+        lines = client.execute_command("CLUSTER", "INFO").decode().split()
+    pairs = dict(line.split(":", 1) for line in lines)
+    return {name: int(value) if value.isdigit() else value for name, value in pairs.items()}
+
+
+def servers_of(topology: Topology) -> Sequence[RedisServer]:
+    """Those that hold data."""
+    return topology.servers if isinstance(topology, ClusterServers) else (topology.primary, topology.replica)
