@@ -1,4 +1,4 @@
-"""What a request's options change in its logits before anything is chosen."""
+"""What requests' options change in their logits before anything is chosen."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 import torch
 
+from engine.penalties import BatchPenalties, Occurrences, has_penalties
 from engine.sequence import Sequence
+from kernels.ops import Ops
 
-
-def _penalised(sequence: Sequence) -> bool:
-    params = sequence.params
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+_MASKED = float("-inf")
 
 
 def edits_logits(sequence: Sequence) -> bool:
@@ -22,60 +21,91 @@ def edits_logits(sequence: Sequence) -> bool:
         or params.bad_words
         or params.allowed_token_ids is not None
         or sequence.output_len < params.min_tokens
-        or _penalised(sequence)
+        or has_penalties(sequence)
     )
 
 
 class LogitEdits:
-    """The edits of one sequence, prepared once. In this order, as in vLLM: allowed ids, bad words, min tokens, logit
-    bias; penalties come after, for all rows at once.
+    """The edits of one sequence, prepared once.
 
     Attributes:
         sequence: whose they are.
-        penalised: whether any penalty is set.
+        banned: ids that must never be chosen.
+        occurrences: for the penalties; None if there are none.
     """
 
-    def __init__(self, sequence: Sequence, encode: Callable[[str], list[int]], device: torch.device) -> None:
-        params = sequence.params
+    def __init__(self, sequence: Sequence, encode: Callable[[str], list[int]]) -> None:
         self.sequence = sequence
-        self.penalised = _penalised(sequence)
-        self._counts: dict[int, int] = {}
-        self._counted = 0
-        self._allowed = _ids(params.allowed_token_ids, device)
-        self._bad_words = [ids for word in params.bad_words or [] for ids in _spellings(word, encode)]
-        ends = sorted(sequence.eos_token_ids.union(params.stop_token_ids or ()))
-        self._ends = _ids(ends, device)
-        bias = dict(sorted((params.logit_bias or {}).items()))
-        self._biased = _ids(list(bias), device)
+        self.occurrences = Occurrences(sequence) if has_penalties(sequence) else None
+        self._ends = list(sequence.eos_token_ids.union(sequence.params.stop_token_ids or ()))
+        spellings = [ids for word in sequence.params.bad_words or [] for ids in _spellings(word, encode)]
+        self.banned = [ids[0] for ids in spellings if len(ids) == 1]
+        # Bad words of several tokens by their last but one, as (all but the last, the last).
+        self._phrases: dict[int, list[tuple[list[int], int]]] = {}
+        for *beginning, last in spellings:
+            if beginning:
+                self._phrases.setdefault(beginning[-1], []).append((beginning, last))
+
+    def banned_now(self) -> list[int]:
+        """Ids that the next token must not be, besides `banned`: ends before `min_tokens`, ends of bad words."""
+        sequence, length = self.sequence, self.sequence.output_len
+        ids = self._ends if length < sequence.params.min_tokens else []
+        if self._phrases and length:
+            tokens = sequence.tokens
+            return ids + [
+                last
+                for beginning, last in self._phrases.get(tokens[-1], ())
+                if len(beginning) <= length and tokens[-len(beginning) :] == beginning
+            ]
+        return ids
+
+
+class BatchEdits:
+    """The edits of some sequences, a row each, so that a step takes a few operations for all of them.
+
+    In this order, as in vLLM: allowed ids, bad words, min tokens, logit bias, penalties.
+
+    Attributes:
+        edits, sequences: one each per row.
+        rows: which these are in what `apply` is given.
+    """
+
+    def __init__(self, edits: list[LogitEdits], rows: list[int], width: int, device: torch.device) -> None:
+        """Prepare for logits of [at least the greatest of `rows`, width]."""
+        self.edits, self.rows = edits, rows
+        self.sequences = [each.sequence for each in edits]
+        self._width, self._device = width, device
+        params = [(row, each.sequence.params) for row, each in zip(rows, edits, strict=True)]
+        self._outside = [(row, self._mask(p.allowed_token_ids)) for row, p in params if p.allowed_token_ids is not None]
+        bias = {row * width + token: value for row, p in params for token, value in (p.logit_bias or {}).items()}
+        self._biased = torch.tensor(list(bias), dtype=torch.int64, device=device)
         self._bias = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
+        banned = [row * width + token for row, each in zip(rows, edits, strict=True) for token in each.banned]
+        self._banned = torch.tensor(banned, dtype=torch.int64, device=device)
+        self._penalties = BatchPenalties(
+            [(row, each.occurrences) for row, each in zip(rows, edits, strict=True) if each.occurrences is not None]
+        )
 
-    def apply(self, logits: torch.Tensor) -> None:
-        """Edit [vocab] float32 in place, all but penalties."""
-        params, sequence = self.sequence.params, self.sequence
-        if self._allowed is not None:
-            kept = logits.index_select(0, self._allowed)
-            logits.fill_(float("-inf")).index_copy_(0, self._allowed, kept)
-        output = sequence.tokens[sequence.prompt_len :] if self._bad_words else []
-        for *prefix, last in self._bad_words:
-            if not prefix or output[-len(prefix) :] == prefix:
-                logits[last] = float("-inf")
-        if self._ends is not None and sequence.output_len < params.min_tokens:
-            logits.index_fill_(0, self._ends, float("-inf"))
-        if self._biased is not None:
-            logits.index_add_(0, self._biased, self._bias)
+    def _mask(self, allowed: list[int]) -> torch.Tensor:
+        mask = torch.ones(self._width, dtype=torch.bool, device=self._device)
+        return mask.index_fill_(0, torch.tensor(allowed, device=self._device), False)
 
-    def occurrences(self) -> dict[int, int]:
-        """Tokens of prompt and output with their counts in the output (0: in the prompt alone)."""
-        sequence = self.sequence
-        for position in range(self._counted, len(sequence.tokens)):
-            token = sequence.tokens[position]
-            self._counts[token] = self._counts.get(token, 0) + (position >= sequence.prompt_len)
-        self._counted = len(sequence.tokens)
-        return self._counts
-
-
-def _ids(ids: list[int] | None, device: torch.device) -> torch.Tensor | None:
-    return torch.tensor(sorted(set(ids)), device=device) if ids else None
+    def apply(self, ops: Ops, logits: torch.Tensor) -> None:
+        """Edit float32 logits in place, for the next token of each sequence."""
+        flat = logits.view(-1)
+        for row, outside in self._outside:
+            logits[row].masked_fill_(outside, _MASKED)
+        now = [
+            row * self._width + token
+            for row, each in zip(self.rows, self.edits, strict=True)
+            for token in each.banned_now()
+        ]
+        for banned in (self._banned, torch.tensor(now, dtype=torch.int64, device=self._device)):
+            if len(banned):
+                flat.index_fill_(0, banned, _MASKED)
+        if len(self._biased):
+            flat.index_add_(0, self._biased, self._bias)
+        self._penalties.apply(ops, logits)
 
 
 def _spellings(word: str, encode: Callable[[str], list[int]]) -> list[list[int]]:

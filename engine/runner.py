@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
+
 import torch
 
-from engine.batch import CacheLayout, build_batch
+from engine.batch import Batch, CacheLayout, build_batch
+from engine.logprobs import score
 from engine.models.registry import CausalLM
 from engine.plan import Sampled, Span, StepPlan
+from engine.request import LogprobEntry
 from engine.sampler import Sampler
 from kernels.ops import Ops
+
+#: Rows of logits that are scored at once: enough for the matrix product, and a bound on memory whatever the prompt.
+SCORED_ROWS = 64
 
 
 class ModelRunner:
@@ -51,18 +59,40 @@ class ModelRunner:
         batch = build_batch(plan.spans, self._layout)
         hidden = self._model.forward(batch.tokens, batch.positions, self._cache, batch.attention)
         answers: list[Sampled | None] = [None] * len(plan.spans)
-        sampled = [index for index, span in enumerate(plan.spans) if span.sample]
+        self._sample(plan.spans, batch, hidden, answers)
+        self._score(plan.spans, batch, hidden, answers)
+        for span, answer in zip(plan.spans, answers, strict=True):
+            if answer is not None and answer.error is not None:
+                self._tainted.update(span.sequence.block_table)
+        return answers
+
+    def _sample(self, spans: list[Span], batch: Batch, hidden: torch.Tensor, answers: list[Sampled | None]) -> None:
+        """The next token of each span that samples."""
+        sampled = [index for index, span in enumerate(spans) if span.sample]
         if not sampled:
-            return answers
+            return
         if batch.sample_rows is not None:
             hidden = hidden.index_select(0, batch.sample_rows)
-        logits = self._model.logits(hidden)
-        results = self._sampler.sample(logits, [plan.spans[index].sequence for index in sampled])
+        results = self._sampler.sample(self._model.logits(hidden), [spans[index].sequence for index in sampled])
         for index, result in zip(sampled, results, strict=True):
             answers[index] = result
-            if result.error is not None:
-                self._tainted.update(plan.spans[index].sequence.block_table)
-        return answers
+
+    def _score(self, spans: list[Span], batch: Batch, hidden: torch.Tensor, answers: list[Sampled | None]) -> None:
+        """Log probabilities of the prompts' tokens, some rows at a time. A span keeps its first error."""
+        rows = _scored(spans, batch.order)
+        while part := list(islice(rows, SCORED_ROWS)):
+            index = torch.tensor([row for row, _, _ in part], device=hidden.device)
+            counts = [spans[span].sequence.params.prompt_logprobs or 0 for _, span, _ in part]
+            logits = self._model.logits(hidden.index_select(0, index))
+            results = score(self._ops, logits, [token for _, _, token in part], counts)
+            for (_, span, _), result in zip(part, results, strict=True):
+                answer = answers[span]
+                if answer is None:
+                    answer = answers[span] = Sampled(None)
+                if isinstance(result, LogprobEntry):
+                    answer.prompt_logprobs.append(result)
+                elif answer.error is None:
+                    answer.error = result
 
     def _clean(self, spans: list[Span]) -> None:
         """Zero blocks that are begun anew and may hold what is not finite, from a sequence that failed.
@@ -78,3 +108,16 @@ class ModelRunner:
         if dirty:
             self._cache.index_fill_(1, torch.tensor(dirty, device=self._model.device), 0.0)
             self._tainted.difference_update(dirty)
+
+
+def _scored(spans: list[Span], order: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Row of the pass, index of the span and id of the token behind, for each scored position.
+
+    `order` is that of the spans' rows.
+    """
+    first = 0
+    for index in order:
+        span = spans[index]
+        for position in span.scored:
+            yield first + position - span.start, index, span.sequence.tokens[position + 1]
+        first += span.count

@@ -20,15 +20,19 @@ class Ops:
     """One implementation of each operation. Contracts are in `kernels/reference/<operation>.py`."""
 
     apply_penalties: Callable[..., Any]
+    argmax: Callable[..., Any]
     copy_blocks: Callable[..., Any]
+    count_above: Callable[..., Any]
     draw: Callable[..., Any]
     gated_linear: Callable[..., Any]
     keep_threshold: Callable[..., Any]
+    largest: Callable[..., Any]
     linear: Callable[..., Any]
     paged_attention: Callable[..., Any]
     rms_norm: Callable[..., Any]
     rotary: Callable[..., Any]
     silu_and_mul: Callable[..., Any]
+    sum_exp: Callable[..., Any]
     write_kv: Callable[..., Any]
 
 

@@ -3,6 +3,7 @@
 from kernels.reference import (
     copy_blocks,
     linear,
+    logprobs,
     paged_attention,
     rms_norm,
     rotary,
@@ -14,6 +15,7 @@ from kernels.reference import (
 __all__ = [
     "copy_blocks",
     "linear",
+    "logprobs",
     "paged_attention",
     "rms_norm",
     "rotary",

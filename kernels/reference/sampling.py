@@ -1,16 +1,19 @@
 """Sampling: penalties, the filters' common threshold, counter-based random numbers, and the draw.
 
-A token depends on its own row alone: thresholds compare values, so that neither the order of ties nor the rest of the
-batch matters, and the draw walks the kept tokens in order of their ids.
+A token depends on its own row alone, bit for bit. Thresholds compare values, so that the order of ties does not matter;
+the draw walks the kept tokens in order of their ids; and whatever is summed up is summed in an order that neither other
+rows nor the number of rows change: within a block first, then block by block.
 """
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
+from kernels.blocked import BlockedLogits
 from kernels.ops import register
 
 _PHILOX_M = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
@@ -18,12 +21,6 @@ _PHILOX_W = (np.uint32(0x9E3779B9), np.uint32(0xBB67AE85))
 _PHILOX_ROUNDS = 10
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
-
-#: Candidates that are sorted for top-p before a row falls back to sorting the whole vocabulary.
-TOP_P_CANDIDATES = 256
-
-#: Tokens that a draw sums up before it looks at single ones.
-DRAW_RUN = 256
 
 
 def philox4x32(counter: npt.NDArray[np.uint32], key: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
@@ -59,8 +56,7 @@ def uniforms(seeds: list[int], choices: list[int], positions: list[int]) -> npt.
 @register("apply_penalties", "reference")
 def apply_penalties(
     logits: torch.Tensor,
-    rows: torch.Tensor,
-    tokens: torch.Tensor,
+    index: torch.Tensor,
     counts: torch.Tensor,
     presence: torch.Tensor,
     frequency: torch.Tensor,
@@ -72,117 +68,85 @@ def apply_penalties(
     frequency then subtract for tokens of the output.
 
     Args:
-        logits: [rows, vocab] float32.
-        rows, tokens: [entries] int64, distinct pairs: which token occurred in which row.
+        logits: [rows, width] float32, contiguous.
+        index: [entries] int64, distinct: `row * width + token` for each token that occurred in a row.
         counts: [entries] float32, occurrences in the output; 0 for a token of the prompt alone.
         presence, frequency, repetition: [entries] float32, the row's penalties.
     """
-    values = logits[rows, tokens]
+    flat = logits.view(-1)
+    values = flat.index_select(0, index)
     values = torch.where(values > 0, values / repetition, values * repetition)
     values = values - frequency * counts - presence * (counts > 0)
-    logits[rows, tokens] = values
+    flat.index_copy_(0, index, values)
 
 
 @register("keep_threshold", "reference")
 def keep_threshold(
-    logits: torch.Tensor, best: torch.Tensor, top_k: list[int], top_p: list[float], min_p: list[float]
+    x: BlockedLogits, temperature: torch.Tensor, top_k: list[int], top_p: list[float], min_p: list[float]
 ) -> torch.Tensor:
     """The least logit that each row's filters keep: min-p, then top-k, then top-p over what those leave.
 
     Tokens that tie with the last one kept are kept too.
 
     Args:
-        logits: [rows, vocab] float32, temperature applied; may hold -inf.
-        best: [rows] float32, each row's maximum, finite.
-        top_k: at least 1; the vocabulary's size or more is off.
+        x: may hold -inf; each row's maximum is finite, also when divided by the temperature.
+        temperature: [rows] float32, above 0.
+        top_k: 0 is off, as is the vocabulary's size or more.
         top_p: in (0, 1]; 1 is off.
         min_p: in [0, 1]; 0 is off.
 
     Returns:
-        [rows] float32; -inf where nothing is filtered, never above `best`.
+        [rows] float32, of logits divided by the temperature; -inf where nothing is filtered, never above the maximum.
     """
-    vocab = logits.shape[1]
-    device = logits.device
-    # log(0) is -inf, which is "off".
-    threshold = best + torch.tensor(min_p, dtype=torch.float32, device=device).log()
-    wanted = max((k for k in top_k if k < vocab), default=0)
+    values = x.values / temperature.unsqueeze(1)
+    best = values.amax(-1)
+    ordered = values.sort(dim=-1, descending=True).values
+    off = float("-inf")
+    least = [math.log(p) if p > 0.0 else off for p in min_p]
+    threshold = best + torch.tensor(least, dtype=torch.float32, device=best.device)
+    with_k = [0 < k < x.vocab for k in top_k]
+    last = torch.tensor([k - 1 if on else 0 for k, on in zip(top_k, with_k, strict=True)], device=best.device)
+    kth = ordered.gather(1, last.unsqueeze(1)).squeeze(1)
+    threshold = torch.maximum(threshold, kth.masked_fill(~torch.tensor(with_k, device=best.device), off))
     with_p = [row for row, p in enumerate(top_p) if p < 1.0]
-    if not wanted and not with_p:
-        return threshold
-    largest = logits.topk(min(vocab, max(wanted, TOP_P_CANDIDATES if with_p else 0)), dim=-1).values
-    if wanted:
-        k = torch.tensor([min(k, largest.shape[1]) for k in top_k], device=device)
-        kth = largest.gather(1, (k - 1).unsqueeze(1)).squeeze(1)
-        off = torch.tensor([kk >= vocab for kk in top_k], device=device)
-        threshold = torch.maximum(threshold, kth.masked_fill(off, float("-inf")))
     if with_p:
-        index = torch.tensor(with_p, device=device)
-        rows = logits if len(with_p) == len(top_p) else logits.index_select(0, index)
-        p = torch.tensor([top_p[row] for row in with_p], dtype=torch.float32, device=device)
-        kept = _top_p(
-            rows, largest.index_select(0, index), best.index_select(0, index), threshold.index_select(0, index), p
-        )
-        threshold = threshold.index_copy(0, index, kept)
+        rows = torch.tensor(with_p, device=best.device)
+        p = torch.tensor([top_p[row] for row in with_p], dtype=torch.float64, device=best.device)
+        threshold[rows] = nucleus(ordered[rows], best[rows], threshold[rows], p)
     return threshold
 
 
-def _top_p(
-    logits: torch.Tensor, largest: torch.Tensor, best: torch.Tensor, threshold: torch.Tensor, p: torch.Tensor
-) -> torch.Tensor:
-    """Thresholds of the smallest sets whose probability reaches `p`; never below the thresholds given.
+def nucleus(ordered: torch.Tensor, best: torch.Tensor, threshold: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """The least logit of the smallest set, among those at or above the threshold, that has the share `p` of their mass.
 
-    `largest` are some of each row's largest logits, descending.
+    `ordered` is [rows, n], descending; the others are [rows].
     """
-    kept = logits.masked_fill(logits < threshold.unsqueeze(1), float("-inf"))
-    total = (kept - best.unsqueeze(1)).exp().sum(-1)
-    result = threshold.clone()
-    open_rows = torch.arange(len(logits), device=logits.device)
-    while True:
-        part = largest.masked_fill(largest < threshold[open_rows].unsqueeze(1), float("-inf"))
-        mass = (part - best[open_rows].unsqueeze(1)).exp().cumsum(-1) / total[open_rows].unsqueeze(1)
-        reached = mass >= p[open_rows].unsqueeze(1)
-        found = reached.any(-1)
-        if largest.shape[1] == logits.shape[1]:
-            # Rounding may leave the whole sum just short of p: then nothing more is cut.
-            last = torch.where(found, reached.float().argmax(-1), largest.shape[1] - 1)
-            found = torch.ones_like(found)
-        else:
-            last = reached.float().argmax(-1)
-        value = part.gather(1, last.unsqueeze(1)).squeeze(1)
-        done = open_rows[found]
-        result[done] = torch.maximum(threshold[done], value[found])
-        open_rows = open_rows[~found]
-        if not len(open_rows):
-            return result
-        largest = logits.index_select(0, open_rows).sort(-1, descending=True).values
+    kept = ordered.masked_fill(ordered < threshold.unsqueeze(1), float("-inf"))
+    mass = (kept - best.unsqueeze(1)).exp().double().cumsum(-1)
+    last = (mass >= p.unsqueeze(1) * mass[:, -1:]).byte().argmax(-1, keepdim=True)
+    return kept.gather(1, last).squeeze(1)
 
 
 @register("draw", "reference")
-def draw(logits: torch.Tensor, best: torch.Tensor, threshold: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+def draw(x: BlockedLogits, temperature: torch.Tensor, threshold: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Inverse-transform sampling over the tokens at or above the threshold, in order of their ids.
 
     Args:
-        logits: [rows, vocab] float32.
-        best: [rows] float32, each row's maximum, finite.
-        threshold: [rows] float32, at most `best`.
+        x: each row's maximum is finite, also when divided by the temperature.
+        temperature: [rows] float32, above 0.
+        threshold: [rows] float32, of logits divided by the temperature; at most their maximum.
         uniform: [rows] float64 in [0, 1).
 
     Returns:
         [rows] int64 token ids.
     """
-    weight = (logits - best.unsqueeze(1)).exp_()
-    if bool((threshold > float("-inf")).any()):
-        weight.masked_fill_(logits < threshold.unsqueeze(1), 0.0)
-    # Two levels: first the run of tokens, then the token in it. A running sum over the vocabulary would cost as much as
-    # all the rest.
-    runs = F.pad(weight, (0, -weight.shape[1] % DRAW_RUN)).view(weight.shape[0], -1, DRAW_RUN)
-    run, before = _search(runs.sum(-1).double(), uniform, None)
-    inside = runs.gather(1, run.view(-1, 1, 1).expand(-1, 1, DRAW_RUN)).squeeze(1).double()
-    token, _ = _search(inside, uniform, before)
-    return run * DRAW_RUN + token
+    values = x.values / temperature.unsqueeze(1)
+    weight = (values - values.amax(-1, keepdim=True)).exp_()
+    weight.masked_fill_(values < threshold.unsqueeze(1), 0.0)
+    return search(weight.double(), uniform, None)[0]
 
 
-def _search(
+def search(
     weight: torch.Tensor, uniform: torch.Tensor, point: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the running sum of [rows, n] float64 passes the point (None: `uniform` of the total), and what is left of

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from engine.loading.resolve import load
 from engine.models.config import ModelConfig
 from engine.models.registry import model_class
-from engine.plan import Span, StepPlan
-from engine.runner import ModelRunner
+from engine.plan import Sampled, Span, StepPlan
+from engine.request import LogprobEntry
+from engine.runner import SCORED_ROWS, ModelRunner
 from engine.sampler import Sampler
 from engine.sequence import Sequence
 from kernels.ops import ops_for
@@ -22,23 +26,27 @@ BLOCK = 4
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     path = tmp_path_factory.mktemp("tiny") / "model"
-    save_tiny_model(path)
-    return path
+    return path, save_tiny_model(path)
 
 
 @pytest.fixture
-def runner(folder: Path, tmp_path: Path) -> ModelRunner:
-    checkpoint = load(str(folder), tmp_path)
+def runner(reference: tuple[Path, PreTrainedModel], tmp_path: Path) -> ModelRunner:
+    return load_runner(reference[0], tmp_path)
+
+
+def load_runner(folder: Path, cache: Path) -> ModelRunner:
+    checkpoint = load(str(folder), cache)
     config = ModelConfig.from_hf(checkpoint.config)
     ops = ops_for("cpu")
-    model = model_class("LlamaForCausalLM")(config, checkpoint.tensors, ops, torch.device("cpu"), torch.float32, 128)
-    return ModelRunner(model, Sampler(ops, lambda text: []), ops, num_blocks=40, block_size=BLOCK)
+    model = model_class("LlamaForCausalLM")(config, checkpoint.tensors, ops, torch.device("cpu"), torch.float32, 256)
+    return ModelRunner(model, Sampler(ops, lambda text: []), ops, num_blocks=80, block_size=BLOCK)
 
 
-def sequence(name: str, tokens: list[int], table: list[int]) -> Sequence:
-    return Sequence(name, 0, SamplingParams(temperature=0), 0, tokens, len(tokens), 100, block_table=table)
+def sequence(name: str, tokens: list[int], table: list[int], **options: Any) -> Sequence:
+    params = SamplingParams(temperature=0, **options)
+    return Sequence(name, 0, params, 0, tokens, len(tokens), 300, block_table=table)
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -109,3 +117,137 @@ def test_a_failed_sequence_leaves_nothing_that_harms_others(runner: ModelRunner)
     grown = sequence("grown", good.tokens, [30, 7])
     assert answer(runner, Span(grown, 0, 4, sample=False), whole(good)) == [None, expected[0]]
     assert answer(runner, Span(grown, 4, 2, sample=True)) == expected
+
+
+def scored(s: Sequence, start: int = 0, count: int | None = None) -> Span:
+    """A span of the prompt that scores each position with a token of the prompt behind it."""
+    end = len(s.tokens) if count is None else start + count
+    last = end == len(s.tokens)
+    return Span(s, start, end - start, sample=last, scored=range(start, end - 1 if last else end))
+
+
+def run(runner: ModelRunner, *spans: Span) -> list[Sampled]:
+    answers = [answer for answer in runner.execute(StepPlan(list(spans))) if answer is not None]
+    assert len(answers) == len(spans)
+    assert all(answer.error is None for answer in answers)
+    return answers
+
+
+def expected_entries(model: PreTrainedModel, tokens: list[int], k: int) -> list[LogprobEntry]:
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0]
+    entries = []
+    for row, token in zip(logits, tokens[1:], strict=False):
+        logprobs = row.double().log_softmax(-1)
+        order = row.argsort(descending=True).tolist()
+        top = [(each, float(logprobs[each]), rank + 1, b"") for rank, each in enumerate(order[:k])]
+        entries.append(LogprobEntry(token, float(logprobs[token]), order.index(token) + 1, top=top))
+    return entries
+
+
+def assert_alike(found: list[LogprobEntry], expected: list[LogprobEntry]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert (one.token_id, one.rank) == (other.token_id, other.rank)
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert [(token, rank) for token, _, rank, _ in one.top] == [(token, rank) for token, _, rank, _ in other.top]
+        assert [value for _, value, *_ in one.top] == pytest.approx([value for _, value, *_ in other.top], abs=1e-4)
+
+
+@pytest.mark.parametrize("k", [0, 1, 20])
+def test_prompt_logprobs_are_those_of_a_whole_forward_pass(
+    runner: ModelRunner, reference: tuple[Path, PreTrainedModel], k: int
+) -> None:
+    s = sequence("a", prompt(4, 2 * SCORED_ROWS + 9), list(range(40)), prompt_logprobs=k)
+    (whole_answer,) = run(runner, scored(s))
+    assert_alike(whole_answer.prompt_logprobs, expected_entries(reference[1], s.tokens, k))
+    assert whole_answer.token_id == answer(runner, whole(sequence("b", s.tokens, list(range(40)))))[0]
+
+
+def test_more_candidates_than_the_vocabulary_has(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model", vocab_size=12)
+    runner = load_runner(tmp_path / "model", tmp_path / "cache")
+    s = sequence("a", [3, 11, 0, 5, 7], [0, 1], prompt_logprobs=20)
+    (found,) = run(runner, scored(s))
+    assert [len(entry.top) for entry in found.prompt_logprobs] == [12] * 4
+    assert_alike(found.prompt_logprobs, expected_entries(model, s.tokens, 12))
+    assert sum(math.exp(value) for _, value, *_ in found.prompt_logprobs[0].top) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("chunks", [[70, 67], [1, 1, 3, 64, 65, 3], [136, 1]])
+def test_chunks_score_as_the_whole_prompt_does(
+    runner: ModelRunner, reference: tuple[Path, PreTrainedModel], chunks: list[int]
+) -> None:
+    s = sequence("a", prompt(4, 137), list(range(40)), prompt_logprobs=3)
+    found: list[LogprobEntry] = []
+    start = 0
+    for count in chunks:
+        (part,) = run(runner, scored(s, start, count))
+        assert (part.token_id is None) == (start + count < len(s.tokens))
+        found += part.prompt_logprobs
+        start += count
+    assert_alike(found, expected_entries(reference[1], s.tokens, 3))
+
+
+def test_scoring_spans_mix_with_others(runner: ModelRunner, reference: tuple[Path, PreTrainedModel]) -> None:
+    tables = [list(range(20 * i, 20 * i + 20)) for i in range(4)]
+    first = sequence("a", prompt(1, 70), tables[0], prompt_logprobs=2)
+    plain = sequence("b", prompt(2, 9), tables[1])
+    second = sequence("c", prompt(3, 40), tables[2], prompt_logprobs=0)
+    late = sequence("d", prompt(5, 30), tables[3], prompt_logprobs=1)
+    answer(runner, whole(plain))
+    # The last takes up at position 10: what was scored elsewhere is not asked for again.
+    run(runner, Span(late, 0, 30, sample=True))
+    spans = [
+        Span(plain, 8, 1, sample=True),
+        scored(first),
+        scored(second, 0, 25),
+        Span(late, 10, 20, sample=True, scored=range(15, 29)),
+    ]
+    found = run(runner, *spans)
+    assert found[0].prompt_logprobs == []
+    assert found[2].token_id is None
+    assert_alike(found[1].prompt_logprobs, expected_entries(reference[1], first.tokens, 2))
+    assert_alike(found[2].prompt_logprobs, expected_entries(reference[1], second.tokens, 0)[:25])
+    assert_alike(found[3].prompt_logprobs, expected_entries(reference[1], late.tokens, 1)[15:])
+
+
+def test_logits_are_computed_some_rows_at_a_time_and_only_where_needed(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+    logits = runner._model.logits
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        rows.append(len(hidden))
+        return logits(hidden)
+
+    monkeypatch.setattr(runner._model, "logits", counted)
+    a, b = (
+        sequence(n, prompt(i, 137), list(range(40 * i, 40 * i + 40)), prompt_logprobs=1) for i, n in enumerate("ab")
+    )
+    run(runner, scored(a), Span(b, 0, 137, sample=False, scored=range(100, 120)))
+    assert max(rows) <= SCORED_ROWS
+    assert sum(rows) == 1 + 136 + 20
+
+
+def test_a_scored_row_that_is_not_finite_fails_its_span_alone(
+    runner: ModelRunner, reference: tuple[Path, PreTrainedModel]
+) -> None:
+    runner._cache[:, [7, 8]] = float("nan")
+    bad = sequence("bad", prompt(3, 8), [7, 8], prompt_logprobs=2)
+    good = sequence("good", prompt(1, 6), [20, 21], prompt_logprobs=2)
+    plain = sequence("plain", prompt(2, 6), [30, 31])
+    half = Span(bad, 6, 1, sample=False, scored=range(6, 7))
+    failed, fine, other = runner.execute(StepPlan([half, scored(good), whole(plain)]))
+    assert failed is not None
+    assert failed.error is not None
+    assert failed.token_id is None
+    assert other is not None
+    assert other.error is None
+    assert fine is not None
+    assert fine.error is None
+    assert_alike(fine.prompt_logprobs, expected_entries(reference[1], good.tokens, 2))
+    # Its blocks are clean for whoever gets them next.
+    (after,) = run(runner, scored(sequence("next", good.tokens, [7, 8], prompt_logprobs=2)))
+    assert_alike(after.prompt_logprobs, fine.prompt_logprobs)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
+from engine.penalties import Occurrences
 from engine.plan import Sampled
 from engine.sampler import Sampler
 from engine.sequence import Sequence
@@ -146,6 +148,7 @@ def test_rows_that_are_not_finite_fail_alone() -> None:
     rows = [row(temperature=0), row(seed=1), row(temperature=0), row(seed=2), row(seed=3, logprobs=2)]
     answers = draw(logits, *rows)
     assert [answer.error is not None for answer in answers] == [False, True, True, True, False]
+    assert [answer.token_id for answer in answers[1:4]] == [None] * 3
     assert answers[0].token_id == int(logits[0].argmax())
     assert answers[4].token_id == draw(logits[4:], row(seed=3))[0].token_id
 
@@ -237,6 +240,47 @@ def test_penalties_distinguish_prompt_and_output() -> None:
     assert one(logits, temperature=0, output=[5], frequency_penalty=-1.1) == 5
 
 
+def test_edits_are_made_in_order() -> None:
+    logits = torch.full((VOCAB,), -5.0)
+    logits[[4, 5, 6]] = torch.tensor([2.0, 2.4, 1.0])
+    # Bias first, then repetition: (2 + 2) / 2 is less than 2.4, 2 / 2 + 2 would be more.
+    assert one(logits, temperature=0, prompt=[4], logit_bias={4: 2.0}, repetition_penalty=2.0) == 5
+    # What is masked stays so, whatever is added.
+    assert one(logits, temperature=0, allowed_token_ids=[4, 6], logit_bias={5: 100.0}) == 4
+    assert one(peaked(7, 8, 20), temperature=0, bad_words=["bad"], logit_bias={7: 100.0, 8: 100.0}) == 20
+
+
+def test_a_repetition_penalty_makes_negative_logits_more_negative() -> None:
+    logits = torch.full((VOCAB,), -9.0)
+    logits[[4, 5]] = torch.tensor([-1.0, -1.5])
+    assert one(logits, temperature=0, output=[4], repetition_penalty=2.0) == 5
+    assert one(logits, temperature=0, prompt=[4, 4, 4], repetition_penalty=1.4) == 4
+
+
+@pytest.mark.parametrize("length", [0, 1, 5, 200])
+def test_occurrences_count_the_output_and_know_the_prompt(length: int) -> None:
+    prompt = [3, 3, 1, 90]
+    sequence = row(prompt)
+    occurrences = Occurrences(sequence)
+    output = [(i * i) % 101 for i in range(length)]
+    for start in range(0, length + 1, 3):
+        sequence.tokens = prompt + output[:start]
+        tokens, counts = occurrences.update()
+        counted = Counter(output[:start])
+        assert dict(zip(tokens.tolist(), counts.tolist(), strict=True)) == {t: counted[t] for t in prompt} | counted
+
+
+def test_seeds_at_the_edges_of_their_range_are_seeds_like_others() -> None:
+    logits = torch.zeros(VOCAB)
+    texts = {
+        seed: [one(logits, seed=seed, output=[3] * position) for position in range(20)]
+        for seed in (-(2**63), -(2**63) + 1, -1, 0, 2**63 - 1)
+    }
+    assert len({tuple(text) for text in texts.values()}) == 5
+    for seed, text in texts.items():
+        assert text == [one(logits, seed=seed, output=[3] * position) for position in range(20)]
+
+
 def test_penalties_follow_a_sequence_as_it_grows() -> None:
     shared = sampler()
     sequence = row(temperature=0, frequency_penalty=0.4)
@@ -263,6 +307,25 @@ def test_logprobs_are_of_the_raw_logits_with_ranks_from_one() -> None:
     assert [token for token, *_ in entry.top] == order[:3]
     assert [rank for _, _, rank, _ in entry.top] == [1, 2, 3]
     assert [value for _, value, *_ in entry.top] == pytest.approx(expected[order[:3]].tolist(), abs=1e-5)
+
+
+def test_equal_candidates_of_logprobs_are_in_order_of_their_ids_whatever_others_ask() -> None:
+    logits = torch.zeros(3, VOCAB)
+    logits[:, [9, 40]] = 1.0
+    answers = draw(logits, row(logprobs=4), row(logprobs=20), row(logprobs=1))
+    tops = [[token for token, *_ in answer.logprob.top] for answer in answers if answer.logprob is not None]
+    assert tops == [[9, 40, 0, 1], [9, 40, *(i for i in range(19) if i != 9)], [9]]
+
+
+def test_a_rank_counts_what_is_strictly_larger() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [9, 40]] = 1.0
+    ranks = {}
+    for token in (9, 40, 0, 49):
+        (answer,) = draw(logits, row(temperature=0, logprobs=0, allowed_token_ids=[token]))
+        assert answer.logprob is not None
+        ranks[token] = answer.logprob.rank
+    assert ranks == {9: 1, 40: 1, 0: 3, 49: 3}
 
 
 def test_logprobs_stay_finite_and_only_for_rows_that_ask() -> None:
