@@ -73,6 +73,24 @@ def test_more_log_probabilities_than_tokens_that_may_come_are_finite(
     assert all(math.isfinite(value) and value <= 0 for value in values)
 
 
+def test_log_probabilities_of_a_prompt_are_those_of_the_same_tokens_generated(http: httpx.Client) -> None:
+    """Greedy tokens behind a prompt, and the same tokens as the end of a longer prompt."""
+    most = 5
+    answer = complete(http, temperature=0, logprobs=most, max_tokens=20)
+    told = answer["choices"][0]["logprobs"]
+    ids = [int(token.strip()[1:]) for token in told["tokens"]]
+    longer = complete(http, prompt=[*PROMPT, *ids], prompt_logprobs=most, echo=True, logprobs=most, max_tokens=1)
+    (choice,) = longer["choices"]
+    echoed = {name: values[len(PROMPT) : -1] for name, values in choice["logprobs"].items()}
+    assert echoed["token_logprobs"] == pytest.approx(told["token_logprobs"], abs=1e-3)
+    assert longer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    table = choice["prompt_logprobs"][len(PROMPT) :]
+    for token, logprob, candidates, top in zip(ids, told["token_logprobs"], table, told["top_logprobs"], strict=True):
+        assert candidates[str(token)]["rank"] == 1
+        assert candidates[str(token)]["logprob"] == pytest.approx(logprob, abs=1e-3)
+        assert {entry["decoded_token"].strip() for entry in candidates.values()} == {name.strip() for name in top}
+
+
 @pytest.mark.parametrize("sampling", [{"seed": 42}, {"temperature": 0}, {"seed": -(2**63)}, {"seed": 2**63 - 1}])
 def test_an_answer_depends_on_its_request_alone(http: httpx.Client, sampling: dict[str, Any]) -> None:
     alone = text(http, **sampling)

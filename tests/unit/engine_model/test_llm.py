@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from engine.build import build_engine, choose_device, choose_dtype
 from engine.config import EngineConfig
@@ -69,6 +70,36 @@ def test_logprobs_come_as_a_mapping_per_token_with_the_token_in_it(llm: LLM) -> 
     own = [candidates[token] for candidates, token in zip(choice.logprobs, choice.token_ids, strict=True)]
     assert choice.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in own))
     assert own[0].decoded_token == llm.get_tokenizer().id_to_token(choice.token_ids[0])
+
+
+@pytest.mark.parametrize("budget", [8, 1024])
+def test_prompt_logprobs_are_those_of_transformers(folder: Path, budget: int) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    prompts = [[3 + (at * at) % 90 for at in range(length)] for length in (1, 2, 30)]
+    llm = make(folder, max_num_seqs=4, max_num_batched_tokens=budget)
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=3)
+    for prompt, output in zip(
+        prompts, llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False), strict=True
+    ):
+        assert output.error is None
+        assert output.prompt_logprobs is not None
+        assert output.prompt_logprobs[0] is None
+        with torch.inference_mode():
+            expected = reference(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+        assert len(output.prompt_logprobs) == len(prompt)
+        for row, token, found in zip(expected, prompt[1:], output.prompt_logprobs[1:], strict=False):
+            assert found is not None
+            ranks = row.argsort(descending=True).tolist()
+            assert set(found) == {token, *ranks[:3]}
+            for candidate, entry in found.items():
+                assert entry.logprob == pytest.approx(row[candidate].item(), abs=1e-3)
+                assert entry.rank == ranks.index(candidate) + 1
+                assert entry.decoded_token.strip() == f"w{candidate}"
+    (plain,) = llm.generate({"prompt_token_ids": prompts[2]}, GREEDY, use_tqdm=False)
+    assert plain.prompt_logprobs is None
+    assert plain.num_cached_tokens > 0, "what was computed for log probabilities is found by others"
+    (again,) = llm.generate({"prompt_token_ids": prompts[2]}, params, use_tqdm=False)
+    assert again.num_cached_tokens == 0
 
 
 @pytest.mark.parametrize(
