@@ -1,4 +1,4 @@
-"""A TCP proxy in front of a Redis server that loses or holds back answers, and a server that answers one thing only."""
+"""A TCP proxy in front of a Redis server that loses or holds back what passes, and a server with one answer to all."""
 
 from __future__ import annotations
 
@@ -11,35 +11,45 @@ import hiredis
 
 
 class RedisProxy:
-    """Forwards bytes. Answers to script calls can be lost after the server has run them; any answer can be held back.
+    """Forwards bytes. Answers to script calls can be lost after the server has run them; anything can be held back.
 
     Attributes:
         lose: how many more answers to EVALSHA are lost, each with its connection.
         lost: how many were.
+        refuse: new connections are closed at once.
         requested: set when a request has passed; to be cleared by the test.
     """
 
     def __init__(self, url: str) -> None:
         self._port = urlsplit(url).port
-        self._open = asyncio.Event()
-        self._open.set()
+        self._answers, self._requests = asyncio.Event(), asyncio.Event()
+        self.go_on()
         self._serving: set[asyncio.Task[None]] = set()
         self._pumps: set[asyncio.Task[None]] = set()
         self.lose = 0
         self.lost = 0
+        self.refuse = False
         self.requested = asyncio.Event()
 
     @property
     def url(self) -> str:
         return f"redis://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/0"
 
-    def hold(self) -> None:
-        """Keep answers back."""
-        self._open.clear()
+    def hold(self, *, requests: bool = False) -> None:
+        """Keep answers back, with `requests` those too: a network on which nothing arrives."""
+        self._answers.clear()
+        if requests:
+            self._requests.clear()
 
     def go_on(self) -> None:
         """Deliver what was kept back, and what comes."""
-        self._open.set()
+        self._answers.set()
+        self._requests.set()
+
+    def cut(self) -> None:
+        """Close all connections; what is on its way is lost."""
+        for pump in list(self._pumps):
+            pump.cancel()
 
     async def __aenter__(self) -> RedisProxy:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -59,13 +69,20 @@ class RedisProxy:
         assert task is not None
         self._serving.add(task)
         task.add_done_callback(self._serving.discard)
-        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        try:
+            if self.refuse:
+                raise ConnectionRefusedError
+            up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        except OSError:
+            writer.close()
+            return
         script_called = asyncio.Event()
 
         async def requests() -> None:
             while data := await reader.read(65536):
                 if b"EVALSHA" in data:
                     script_called.set()
+                await self._requests.wait()
                 up_writer.write(data)
                 await up_writer.drain()
                 self.requested.set()
@@ -77,7 +94,7 @@ class RedisProxy:
                     self.lost += 1
                     return
                 script_called.clear()
-                await self._open.wait()
+                await self._answers.wait()
                 writer.write(data)
                 await writer.drain()
 

@@ -1,0 +1,63 @@
+"""What must be left in Redis after any run: nothing that waits, nothing that stays for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from shared import keys
+from shared.keys import GROUP
+
+#: Seconds until all must be in order: some of it is the gateways' sweep to do.
+PATIENCE_S = 20.0
+
+
+async def settle(client: Any, pool: str, lanes: int, patience_s: float = PATIENCE_S) -> list[str]:
+    """What is not in order when time is up; empty as soon as all is."""
+    until = time.monotonic() + patience_s
+    while True:
+        found = await leftovers(client, pool, lanes)
+        if not found or time.monotonic() > until:
+            return found
+        await asyncio.sleep(0.5)
+
+
+async def leftovers(client: Any, pool: str, lanes: int) -> list[str]:
+    """What is not in order now."""
+    live = {owner.decode() for owner in await client.zrange(keys.workers(pool), 0, -1)}
+    found = await _everlasting(client, pool)
+    for lane in range(lanes):
+        counters = await client.hgetall(keys.stats(pool, lane))
+        for field, value in sorted(counters.items()):
+            if field.startswith((b"queued", b"running")) and int(value) != 0:
+                found.append(f"lane {lane}: {field.decode()} is {int(value)}")
+        for stream in keys.lane_streams(pool, lane):
+            found += await _stream(client, stream, live)
+    return found
+
+
+async def _stream(client: Any, stream: str, live: set[str]) -> list[str]:
+    if not await client.exists(stream):
+        return []
+    found = []
+    if length := await client.xlen(stream):
+        found.append(f"{stream} holds {length} entries")
+    if pending := (await client.xpending(stream, GROUP))["pending"]:
+        found.append(f"{stream} has {pending} entries pending")
+    for consumer in await client.xinfo_consumers(stream, GROUP):
+        if consumer["name"].decode() not in live:
+            found.append(f"{stream} has the consumer {consumer['name'].decode()}, whose worker does not live")
+    return found
+
+
+async def _everlasting(client: Any, pool: str) -> list[str]:
+    """Keys that never expire, but for the pool's card, tokenizer and registry, and what waits for an operator."""
+    may_stay: Sequence[str] = (keys.card(pool), keys.tokenizer(pool), keys.workers(pool), keys.pools())
+    found = []
+    async for name in client.scan_iter("*", count=1000):
+        text = name.decode()
+        if text not in may_stay and not text.endswith((":dead", ":outbox")) and await client.pttl(name) == -1:
+            found.append(f"{text} never expires")
+    return found

@@ -1,0 +1,184 @@
+"""What goes wrong: each disturbance harms a victim, undoes it, and says which jobs it hit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import redis
+
+from shared.keys import JobId, job
+from tests.support.chaos.ear import Ear
+from tests.support.chaos.fleet import Fleet, Member
+from tests.support.chaos.plan import Disturbance
+from worker.pulse import EXIT_STALLED
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds, of the workers under fire."""
+
+    lease_s: float
+    grace_s: float
+    step_timeout_s: float
+
+
+@dataclass(slots=True)
+class Hit:
+    """A disturbance as it was.
+
+    Attributes:
+        at: monotonic seconds from which recovery counts: the kill, the end of a drain's grace period, the time-out of a
+            step.
+        held: jobs that the victim ran, by their epoch then.
+        timed: nothing else was wrong.
+    """
+
+    kind: str
+    victim: str
+    at: float
+    held: dict[str, int] = field(default_factory=dict)
+    timed: bool = False
+
+
+class Weather:
+    """Carries disturbances out. `client` goes straight to Redis, past every proxy."""
+
+    def __init__(self, fleet: Fleet, client: Any, ear: Ear, times: Times) -> None:
+        self._fleet, self._client, self._ear, self._times = fleet, client, ear, times
+        self._redis_lock = asyncio.Lock()
+        self._kinds: dict[str, Callable[[Disturbance], Awaitable[Hit]]] = {
+            "kill_worker": self._kill_worker,
+            "pause_worker": self._pause_worker,
+            "drain_worker": self._drain_worker,
+            "hurry_worker": self._hurry_worker,
+            "hang_engine": self._hang_engine,
+            "kill_gateway": self._kill_gateway,
+            "drain_gateway": self._drain_gateway,
+            "kill_connections": self._kill_connections,
+            "pause_network": self._pause_network,
+            "cut_network": self._cut_network,
+            "restart_redis": self._restart_redis,
+        }
+
+    async def strike(self, disturbance: Disturbance) -> Hit:
+        """Do one; returns when the harm is undone or takes its course."""
+        return await self._kinds[disturbance.kind](disturbance)
+
+    def clear(self) -> None:
+        """Undo what is not undone."""
+        for member in self._fleet.members:
+            member.signal(signal.SIGCONT)
+            member.proxy.refuse = False
+            member.proxy.go_on()
+
+    # Workers
+
+    async def _kill_worker(self, disturbance: Disturbance) -> Hit:
+        worker, held = await self._worker(disturbance)
+        worker.signal(signal.SIGKILL, -signal.SIGKILL)
+        return Hit("kill_worker", worker.name, time.monotonic(), held)
+
+    async def _pause_worker(self, disturbance: Disturbance) -> Hit:
+        worker, held = await self._worker(disturbance)
+        hit = Hit("pause_worker", worker.name, time.monotonic(), held)
+        worker.signal(signal.SIGSTOP)
+        await asyncio.sleep(self._times.lease_s * (1.3 + disturbance.seconds))
+        worker.signal(signal.SIGCONT)
+        return hit
+
+    async def _drain_worker(self, disturbance: Disturbance) -> Hit:
+        worker, held = await self._worker(disturbance)
+        worker.signal(signal.SIGTERM, 0)
+        return Hit("drain_worker", worker.name, time.monotonic() + self._times.grace_s, held)
+
+    async def _hurry_worker(self, disturbance: Disturbance) -> Hit:
+        worker, held = await self._worker(disturbance)
+        worker.signal(signal.SIGTERM, 0)
+        await asyncio.sleep(self._times.grace_s * disturbance.seconds)
+        worker.signal(signal.SIGTERM)
+        return Hit("hurry_worker", worker.name, time.monotonic(), held)
+
+    async def _hang_engine(self, disturbance: Disturbance) -> Hit:
+        worker, held = await self._worker(disturbance)
+        worker.signal(signal.SIGUSR1, EXIT_STALLED)
+        return Hit("hang_engine", worker.name, time.monotonic() + self._times.step_timeout_s, held)
+
+    async def _worker(self, disturbance: Disturbance) -> tuple[Member, dict[str, int]]:
+        """A worker that lives, one with jobs if there is any, and its jobs."""
+        living = _rotated([w for w in self._fleet.workers if w.alive and not w.paused], disturbance.victim)
+        held = await self._held()
+        for worker in living:
+            if mine := held.get(worker.owner or "-"):
+                return worker, mine
+        return (living or self._fleet.workers)[0], {}
+
+    async def _held(self) -> dict[str, dict[str, int]]:
+        """By owner: jobs that have begun, with their epochs. Empty while Redis is away."""
+        live = self._ear.live
+        try:
+            async with self._client.pipeline(transaction=False) as pipe:
+                for job_id in live:
+                    pipe.hmget(job(JobId.parse(job_id)), "owner", "epoch", "status")
+                answers = await pipe.execute()
+        except (redis.RedisError, OSError):
+            return {}
+        held: dict[str, dict[str, int]] = {}
+        for job_id, (owner, epoch, status) in zip(live, answers, strict=True):
+            if status == b"running":
+                held.setdefault(owner.decode(), {})[job_id] = int(epoch)
+        return held
+
+    # Gateways
+
+    async def _kill_gateway(self, disturbance: Disturbance) -> Hit:
+        gateway = _rotated(self._fleet.gateways, disturbance.victim)[0]
+        gateway.signal(signal.SIGKILL, -signal.SIGKILL)
+        return Hit("kill_gateway", gateway.name, time.monotonic())
+
+    async def _drain_gateway(self, disturbance: Disturbance) -> Hit:
+        gateway = _rotated(self._fleet.gateways, disturbance.victim)[0]
+        gateway.signal(signal.SIGTERM, 0, -signal.SIGTERM)
+        return Hit("drain_gateway", gateway.name, time.monotonic())
+
+    # Redis and the way to it
+
+    async def _kill_connections(self, disturbance: Disturbance) -> Hit:
+        kinds = ("pubsub", "normal") if disturbance.seconds < 0.5 else ("normal", "pubsub")
+        hit = Hit("kill_connections", kinds[0], time.monotonic())
+        with contextlib.suppress(redis.RedisError, OSError):  # Redis is away: there are none
+            await self._client.client_kill_filter(_type=kinds[0], skipme=True)
+        return hit
+
+    async def _pause_network(self, disturbance: Disturbance) -> Hit:
+        member = _rotated(self._fleet.members, disturbance.victim)[0]
+        hit = Hit("pause_network", member.name, time.monotonic())
+        member.proxy.hold(requests=True)
+        await asyncio.sleep(0.2 + 2 * self._times.lease_s * disturbance.seconds)
+        member.proxy.go_on()
+        return hit
+
+    async def _cut_network(self, disturbance: Disturbance) -> Hit:
+        member = _rotated(self._fleet.members, disturbance.victim)[0]
+        hit = Hit("cut_network", member.name, time.monotonic())
+        member.proxy.refuse = True
+        member.proxy.cut()
+        await asyncio.sleep(2 * self._times.lease_s * disturbance.seconds)
+        member.proxy.refuse = False
+        return hit
+
+    async def _restart_redis(self, disturbance: Disturbance) -> Hit:
+        async with self._redis_lock:
+            hit = Hit("restart_redis", "redis", time.monotonic())
+            await self._fleet.restart_redis(self._times.lease_s * disturbance.seconds)
+        return hit
+
+
+def _rotated(members: Sequence[Member], victim: float) -> list[Member]:
+    first = int(victim * len(members))
+    return [*members[first:], *members[:first]]
