@@ -76,6 +76,8 @@ class Sweeper:
         for job_id, status in swept.ended.items():
             self._metrics.swept.labels(status).inc()
             log.info("sweep.job_ended", job_id=job_id, status=status)
+        if swept.forgotten:
+            log.info("sweep.consumers_forgotten", pool=pool, lane=lane, consumers=swept.forgotten)
         if swept.recounted:
             log.warning("sweep.recounted", pool=pool, lane=lane)
 

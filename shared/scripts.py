@@ -297,6 +297,11 @@ def forget(pool: str, lane: int, owner: str) -> Call:
     return _call("forget", [keys.last_pull(pool, lane, owner), *keys.lane_streams(pool, lane)], [owner])
 
 
+def forget_dead(pool: str, lane: int, live: Sequence[str]) -> Call:
+    """Delete the consumers of workers that do not live, where nothing is pending on them."""
+    return _call("forget_dead", keys.lane_streams(pool, lane), live)
+
+
 def join(pool: str, agreement: str, card: bytes, bundle: bytes, replace: str) -> Call:
     """Write the pool's card if there is none, or if it is the one that may be replaced."""
     return _call(

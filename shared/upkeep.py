@@ -30,17 +30,19 @@ class Swept:
     Attributes:
         ended: jobs that ended: `expired`, `cancelled`, or `lost` where there was only an entry.
         recounted: counters that did not agree with the streams were counted anew.
+        forgotten: consumers deleted whose worker is gone, and on which nothing was pending.
     """
 
     ended: dict[str, str] = field(default_factory=dict)
     recounted: bool = False
+    forgotten: int = 0
 
 
 class Upkeep(JobStore):
     """A job store with the calls that look after pools as a whole. All of them may be repeated."""
 
     async def sweep_lane(self, pool: str, lane: int, slack_s: float) -> Swept:
-        """End jobs of a lane that are past their deadline, also where no worker lives; drop entries without a job.
+        """End jobs of a lane that are past their deadline, also where no worker lives; drop what nobody stands behind.
 
         Args:
             slack_s: seconds that a running job may outlive its deadline: its worker ends it, if it lives.
@@ -55,6 +57,8 @@ class Upkeep(JobStore):
                 swept.ended |= {job.decode(errors="replace"): status.decode() for job, status in pairs}
                 first = f"({page.decode()}" if page else ""
         swept.recounted = bool(await self._run(scripts.recount(pool, lane)))
+        live = [owner.decode(errors="replace") for owner in await self._ask("ZRANGE", keys.workers(pool), 0, -1)]
+        swept.forgotten = await self._run(scripts.forget_dead(pool, lane, live))
         return swept
 
     async def restore(self, job_id: str) -> bool:

@@ -12,7 +12,7 @@ from shared import keys
 from shared.errors import ConflictError, JobNotFoundError
 from shared.jobs import DeadLetter, Lease, Lifetime
 from shared.keys import GROUP, JobId
-from shared.protocol import Frame, Result, decode
+from shared.protocol import Frame, Result, WorkerInfo, decode
 from shared.upkeep import Upkeep
 from tests.support.jobs import KEEP, NOW, POOL, budget, check_lane, envelope, last, owned, tokens
 
@@ -115,6 +115,25 @@ async def test_lost_counters_are_counted_anew(upkeep: Upkeep, client: Any) -> No
     assert (await upkeep.sweep_lane(POOL, 0, 30.0)).recounted
     await check_lane(client, [job.id for job in jobs])
     assert await client.pttl(keys.stats(POOL, 0)) > 0
+
+
+async def test_consumers_of_dead_workers_go_once_nothing_is_pending_on_them(upkeep: Upkeep, client: Any) -> None:
+    stream = keys.queue(POOL, 0, "normal", keys.bucket_of("default"))
+    jobs = [envelope() for _ in range(3)]
+    for job, owner in zip(jobs, ("dead", "dead with a job", "alive"), strict=True):
+        await upkeep.submit(job)
+        pulled = (await upkeep.pull(POOL, 0, owner, budget(), KEEP)).jobs[0]
+        if owner != "dead with a job":
+            await upkeep.publish([last(pulled, owner, 1)])
+    await upkeep.heartbeat(POOL, WorkerInfo(owner="alive"), 60_000)
+    assert (await upkeep.sweep_lane(POOL, 0, 30.0)).forgotten == 1
+    assert {c["name"] for c in await client.xinfo_consumers(stream, GROUP)} == {b"dead with a job", b"alive"}
+    await check_lane(client, [job.id for job in jobs])
+    heir = (await upkeep.pull(POOL, 0, "alive", budget(), NOW)).jobs[0]
+    assert heir.envelope.id == jobs[1].id
+    assert (await upkeep.sweep_lane(POOL, 0, 30.0)).forgotten == 1
+    assert (await upkeep.sweep_lane(POOL, 0, 30.0)).forgotten == 0
+    await check_lane(client, [job.id for job in jobs])
 
 
 async def test_a_lost_group_does_not_stop_the_sweep(upkeep: Upkeep, client: Any) -> None:

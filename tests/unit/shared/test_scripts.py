@@ -44,6 +44,7 @@ CALLS = {
     "cancel": scripts.cancel(JOB_ID),
     "bury": scripts.bury("o", OWNED, ProtocolError("x")),
     "forget": scripts.forget("p", 3, "o"),
+    "forget_dead": scripts.forget_dead("p", 3, ["o"]),
     "join": scripts.join("p", "a", b"c", b"t", ""),
     "heartbeat": scripts.heartbeat("p", "o", b"i", 1000),
     "sweep": scripts.sweep("p", 3, keys.queue("p", 3, "high", 2), "-", 10, 1000),
@@ -62,7 +63,8 @@ def test_every_script_has_a_call() -> None:
 def test_the_header_comes_first_and_has_the_flags(name: str) -> None:
     text = scripts.load(name).text
     first, second = text.split("\n", 2)[:2]
-    frees = {"publish", "cancel", "release", "renew", "pull", "bury", "forget", "sweep", "recount", "restore"}
+    frees = {"publish", "cancel", "release", "renew", "pull", "bury", "sweep", "recount", "restore"}
+    frees |= {"forget", "forget_dead"}
     assert first == ("#!lua flags=allow-oom" if name in frees else "#!lua")
     assert second.startswith("-- Put in front of every script")
     assert not re.search(r"'(KEYS|SCAN|FLUSH\w*|EVAL)'", text)
