@@ -149,6 +149,8 @@ def _group(members: slice, shape: _Shape, layout: CacheLayout) -> AttentionGroup
         rows=int(counts.sum()),
         blocks=_to(blocks.reshape(-1), layout),
         keys=keys,
+        counts=counts,
+        lengths=lengths,
         mask=_mask(shape.starts[members, None] + offsets + 1, keys, layout),
     )
     if group.rows != batch * queries:

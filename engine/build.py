@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 
 import torch
 
@@ -17,6 +18,7 @@ from engine.models.registry import CausalLM, model_class
 from engine.request import ModelInfo
 from engine.runner import ModelRunner
 from engine.sampler import Sampler
+from kernels.invariant.paged_attention import proven_pieces
 from kernels.ops import Ops, ops_for
 
 logger = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ def build_engine(config: EngineConfig) -> Engine:
     checkpoint = load(config.model, config.cache_dir)
     model_config = ModelConfig.from_hf(checkpoint.config)
     max_model_len = _context(config, model_config)
-    ops = ops_for(device.type)
+    ops = _ops(config, model_config, device)
     model = model_class(model_config.architecture)(model_config, checkpoint.tensors, ops, device, dtype, max_model_len)
     _warn_unused(checkpoint)
     num_blocks = _count_blocks(config, model, max_model_len)
@@ -86,6 +88,15 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def _cpu_computes_bfloat16() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def _ops(config: EngineConfig, model: ModelConfig, device: torch.device) -> Ops:
+    if config.deterministic:
+        if device.type == "cuda":
+            # Else cuBLAS takes what workspace is free, and may sum in another order for it. Read at its first use.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        proven_pieces(model.head_dim, device, torch.get_num_threads())  # now, so that it fails at load if at all
+    return ops_for(device.type, deterministic=config.deterministic)
 
 
 def _context(config: EngineConfig, model: ModelConfig) -> int:
@@ -140,7 +151,11 @@ def _info(
     config: EngineConfig, checkpoint: Checkpoint, model: CausalLM, max_model_len: int, kv_tokens: int
 ) -> ModelInfo:
     bundle, dtype = checkpoint.bundle, str(model.dtype).removeprefix("torch.")
-    identity = json.dumps([checkpoint.digest, checkpoint.config, dtype], sort_keys=True)
+    parts = [checkpoint.digest, checkpoint.config, dtype]
+    if config.deterministic:
+        # A job that moves between workers keeps its bits only where all of a pool compute alike.
+        parts.append("deterministic")
+    identity = json.dumps(parts, sort_keys=True)
     return ModelInfo(
         name=config.served_name or checkpoint.name,
         digest=hashlib.sha256(identity.encode()).hexdigest(),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -22,6 +24,9 @@ class AttentionGroup:
             everything may be seen.
         pad: [batch * queries] int64, the group's row for each padded query; None where nothing is padded.
         unpad: [rows] int64, the padded query of each row.
+        counts: [batch] on the host, query tokens of each sequence, the last of its keys.
+        lengths: [batch] on the host, keys of each sequence.
+        plan: what a backend works out in the first layer for all layers.
     """
 
     batch: int
@@ -29,9 +34,12 @@ class AttentionGroup:
     rows: int
     blocks: torch.Tensor
     keys: int
+    counts: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
     mask: torch.Tensor | None = None
     pad: torch.Tensor | None = None
     unpad: torch.Tensor | None = None
+    plan: object = None
 
 
 @dataclass(slots=True)

@@ -12,6 +12,9 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 #: Backends by type of device, the preferred first. `reference` has every operation.
 BACKENDS: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "reference"), "cuda": ("triton", "reference")}
 
+#: Preferred to all others where results are to be deterministic.
+INVARIANT = "invariant"
+
 _table: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
@@ -60,8 +63,12 @@ def implementation(operation: str, backend: str) -> Callable[..., Any] | None:
     return _table.get((operation, backend))
 
 
-def ops_for(device_type: str) -> Ops:
-    """The operations for a type of device, `cpu` or `cuda`.
+def ops_for(device_type: str, *, deterministic: bool = False) -> Ops:
+    """The operations for a type of device.
+
+    Args:
+        device_type: `cpu` or `cuda`.
+        deterministic: a row's result is to depend on that row alone, bit for bit.
 
     Raises:
         ValueError: no backend serves the device.
@@ -69,6 +76,8 @@ def ops_for(device_type: str) -> Ops:
     backends = BACKENDS.get(device_type)
     if backends is None:
         raise ValueError(f"no kernels for device {device_type!r}; known: {', '.join(sorted(BACKENDS))}")
+    if deterministic:
+        backends = (INVARIANT, *backends)
     return Ops(**{field.name: _choose(field.name, backends) for field in fields(Ops)})
 
 

@@ -12,7 +12,7 @@ from kernels.ops import Ops, implementation, ops_for
 #: Allowed difference, as a share of the largest value.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
 DTYPES = sorted(TOLERANCE, key=str)
-BACKENDS = ["reference", "cpu"]
+BACKENDS = ["reference", "cpu", "invariant"]
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
