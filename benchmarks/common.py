@@ -41,13 +41,25 @@ def report(
     table.add_column("figure")
     table.add_column("value", justify="right")
     for figure, value in figures.items():
-        table.add_row(figure, f"{value:,.3f}" if abs(value) < 100 else f"{value:,.1f}")
+        table.add_row(figure, shown(value))
     console = Console()
     console.print(table)
-    for label, text in _conditions(model, dtype).items():
-        console.print(f"{label}: {text}", style="dim", highlight=False, markup=False)
+    print_conditions(console, dtype=dtype, model=model)
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=2) + "\n", "utf-8")
+
+
+def shown(value: float) -> str:
+    """A figure with the digits that say something."""
+    if 0 < abs(value) < 0.01:
+        return f"{value:.2g}"
+    return f"{value:,.3f}" if abs(value) < 100 else f"{value:,.1f}"
+
+
+def print_conditions(console: Console, *, dtype: str, model: str = MODEL) -> None:
+    """What the figures depend on."""
+    for label, text in _conditions(model, dtype).items():
+        console.print(f"{label}: {text}", style="dim", highlight=False, markup=False)
 
 
 def _conditions(model: str, dtype: str) -> dict[str, str]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from benchmarks.common import MODEL, report, workload
+from benchmarks.reference import reference_model
 
 if TYPE_CHECKING:
     from engine.llm import LLM
@@ -24,26 +25,6 @@ if TYPE_CHECKING:
 NEW_TOKENS = 64
 SINGLE_PROMPT = 4
 _BANDWIDTH_BYTES = 1 << 30
-
-
-def reference_model(dtype: str) -> Any:
-    """transformers' model with the weights that the engine reads."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from engine.loading.resolve import load
-
-    checkpoint = load(MODEL)
-    config = LlamaConfig(**{key: value for key, value in checkpoint.config.items() if key != "architectures"})
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    model.load_state_dict(checkpoint.tensors, strict=False, assign=True)
-    model.tie_weights()
-    # Made on the meta device, the table of frequencies has no values yet.
-    rotary = type(model.model.rotary_emb)(config)
-    model = model.to(getattr(torch, dtype)).eval()
-    model.model.rotary_emb = rotary
-    return model
 
 
 def run_reference(model: Any, prompts: list[list[int]]) -> float:

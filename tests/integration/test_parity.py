@@ -2,65 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
+from benchmarks.common import MODEL
+from benchmarks.parity import parity_prompts
 from engine.llm import LLM
-from engine.loading.resolve import load
+from engine.loading.resolve import load_tokenizer
 from shared.sampling import SamplingParams
 
-MODEL = "smollm2-135m-instruct"
 TOKENS = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-QUESTIONS = [
-    "What is the capital of France?",
-    "Write a haiku about snow.",
-    "Count from one to ten in words.",
-    "Explain what a ropeway is to a child.",
-    "List 12 prime numbers: 2, 3, 5,",
-    "Translate 'good morning' into German, Spanish and Italian.",
-]
 
-pytestmark = pytest.mark.model
-
-
-@pytest.fixture(scope="module", autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(min(2, before))
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def reference() -> LlamaForCausalLM:
-    """transformers' model with the weights that the engine reads from the GGUF file."""
-    checkpoint = load(MODEL)
-    config = LlamaConfig(**{key: value for key, value in checkpoint.config.items() if key != "architectures"})
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    model.load_state_dict(checkpoint.tensors, strict=False, assign=True)
-    model.tie_weights()
-    # Made on the meta device, the table of frequencies has no values yet.
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)
-    return model.eval()
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("two_threads")]
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[dict[str, Any]]:
     """20 prompts of 5 to 200 tokens: questions in chat form, and runs of prose."""
-    tokenizer = load(MODEL).bundle.tokenizer
-    chats = [f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in QUESTIONS]
-    prose = tokenizer.encode((Path(__file__).parents[2] / "LICENSE").read_text("utf-8")).ids
-    lengths = [5, 15, 16, 17, 31, 32, 33, 64, 80, 96, 111, 128, 150, 200]
-    ids = [tokenizer.encode(chat).ids for chat in chats]
-    ids += [prose[150 * i : 150 * i + length] for i, length in enumerate(lengths)]
-    return [{"prompt_token_ids": each} for each in ids]
+    return [{"prompt_token_ids": each} for each in parity_prompts(load_tokenizer(MODEL).tokenizer)]
 
 
 @pytest.fixture(scope="module")
