@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import redis
@@ -81,6 +84,16 @@ class RedisServer:
                     if time.monotonic() > deadline or self.process.poll() is not None:
                         raise
                     time.sleep(0.02)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Stopped by SIGSTOP for a while: it answers nothing, and nobody is told."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """SIGKILL; the data folder stays, `start` goes on from it."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,8 +19,8 @@ from shared.connect import connect
 from tests.support.redis_server import RedisServer, binary, free_port
 
 SERVICE = "main"
-#: Milliseconds after which a silent node counts as gone: for tests that kill one, and for those that do not and must not
-#: be disturbed by a machine that stutters.
+#: Milliseconds after which a silent node counts as gone: in tests of what the servers do then, and in all others, where
+#: a machine that stutters must not disturb.
 QUICK_MS, NEVER_MS = 1500, 600_000
 _PATIENCE_S = 60.0
 
@@ -46,11 +47,13 @@ def until(condition: Callable[[], bool], what: str) -> None:
 class ClusterServers:
     """A cluster whose primaries share the slots evenly, each with so many replicas. Use as a context manager."""
 
-    def __init__(self, *, primaries: int = 3, replicas: int = 0, timeout_ms: int = NEVER_MS) -> None:
+    def __init__(
+        self, *, primaries: int = 3, replicas: int = 0, timeout_ms: int = NEVER_MS, server: str | None = None
+    ) -> None:
         self._buses = [free_port() for _ in range(primaries * (1 + replicas))]
         self.servers = [
             RedisServer(
-                kind_of_server(),
+                server or kind_of_server(),
                 extra=[
                     "--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf", "--cluster-port", str(bus),
                     "--cluster-node-timeout", str(timeout_ms), "--cluster-replica-validity-factor", "0",
@@ -93,17 +96,40 @@ class ClusterServers:
         """The server that has a key now."""
         return self._by_port(self._owner(self._any(), key)["primary"][1])
 
-    def replica_of(self, server: RedisServer) -> RedisServer:
-        """A replica of a primary."""
-        for owners in self._slots(server).values():
-            if owners["primary"][1] == server.port and owners["replicas"]:
-                return self._by_port(owners["replicas"][0][1])
-        raise LookupError(f"no replica of {server.port}")
+    def replica_of(self, key: str) -> RedisServer:
+        """A replica of the server that has a key."""
+        return self._by_port(self._owner(self._any(), key)["replicas"][0][1])
+
+    def take_over(self, key: str) -> None:
+        """Have the replica of a key's primary take over without asking the others."""
+        lost, replica = self.serving(key), self.replica_of(key)
+        with replica.client() as client:
+            client.execute_command("CLUSTER", "FAILOVER", "TAKEOVER")
+        self.until_failed_over(key, lost)
 
     def until_replicated(self) -> None:
         """Wait until every replica has what its primary has written."""
         for server in self.servers[: self._primaries]:
             _until_replicated(server, self._replicas)
+
+    @contextmanager
+    def moving(self, key: str, source: RedisServer, target: RedisServer) -> Iterator[Callable[[str], None]]:
+        """A key's slot on its way to another node; keys go when what is yielded is called, the rest at the end."""
+        slot = key_slot(key.encode())
+        with source.client() as old, target.client() as new:
+            ids = [client.execute_command("CLUSTER", "MYID").decode() for client in (old, new)]
+            new.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
+            old.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
+            yield lambda name: old.execute_command("MIGRATE", "127.0.0.1", target.port, name, 0, 5000)
+            for name in old.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 1000):
+                old.execute_command("MIGRATE", "127.0.0.1", target.port, name, 0, 5000)
+            for client in (new, old):
+                client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
+
+    def until_whole(self) -> None:
+        """Wait until all servers agree that all slots are served."""
+        until(lambda: all(_info(server)["cluster_state"] == "ok" for server in self.servers), "cluster state")
+        until(lambda: all(self._complete(server) for server in self.servers), "everyone knows everyone")
 
     def until_failed_over(self, key: str, lost: RedisServer) -> None:
         """Wait until another server than `lost` has a key, for all that are left."""
@@ -133,7 +159,7 @@ class ClusterServers:
             # A replica that has received nothing yet is not named in CLUSTER SLOTS.
             self.flush()
             self.until_replicated()
-        until(lambda: all(self._complete(server) for server in self.servers), "everyone knows all replicas")
+        self.until_whole()
 
     def _complete(self, server: RedisServer) -> bool:
         owners = self._slots(server).values()
@@ -157,8 +183,8 @@ class ClusterServers:
 class SentinelServers:
     """A primary and a replica that three sentinels watch. Use as a context manager."""
 
-    def __init__(self, *, timeout_ms: int = NEVER_MS) -> None:
-        kind = kind_of_server()
+    def __init__(self, *, timeout_ms: int = NEVER_MS, server: str | None = None) -> None:
+        kind = server or kind_of_server()
         self._timeout_ms = timeout_ms
         self.primary = RedisServer(kind, extra=["--repl-diskless-sync-delay", "0"])
         self.replica = RedisServer(
@@ -204,6 +230,17 @@ class SentinelServers:
         with self.sentinels[0].client() as client:
             _, port = client.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE)
         return self.primary if int(port) == self.primary.port else self.replica
+
+    def replica_of(self, key: str) -> RedisServer:
+        """The server that is the replica now."""
+        return self.replica if self.serving(key) is self.primary else self.primary
+
+    def take_over(self, key: str) -> None:
+        """Have the sentinels make the replica the primary."""
+        lost = self.serving(key)
+        with self.sentinels[0].client() as client:
+            client.execute_command("SENTINEL", "FAILOVER", SERVICE)
+        self.until_failed_over(key, lost)
 
     def until_replicated(self) -> None:
         """Wait until the replica has what the primary has written."""
@@ -270,6 +307,12 @@ def _info(server: RedisServer) -> dict[str, Any]:
     return {name: int(value) if value.isdigit() else value for name, value in pairs.items()}
 
 
-def servers_of(topology: Topology) -> Sequence[RedisServer]:
-    """Those that hold data."""
-    return topology.servers if isinstance(topology, ClusterServers) else (topology.primary, topology.replica)
+@contextmanager
+def topology_with_replicas(kind: str, timeout_ms: int = NEVER_MS, server: str | None = None) -> Iterator[Topology]:
+    """A `cluster` or a `sentinel` topology whose primaries have a replica each."""
+    if kind == "cluster":
+        with ClusterServers(replicas=1, timeout_ms=timeout_ms, server=server) as cluster:
+            yield cluster
+    else:
+        with SentinelServers(timeout_ms=timeout_ms, server=server) as sentinels:
+            yield sentinels
