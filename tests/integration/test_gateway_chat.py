@@ -11,6 +11,8 @@ import pytest
 from tests.integration.gateway_harness import Gateway, chat, completion, serve
 from tests.unit.gateway import support
 
+pytestmark = pytest.mark.topologies
+
 
 @pytest.fixture
 async def gateway(redis_url: str) -> AsyncIterator[Gateway]:

@@ -15,6 +15,7 @@ from tests.support.worker_harness import POOL, expected, harness, job
 from worker.pulse import EXIT_BROKEN, EXIT_STALLED
 
 
+@pytest.mark.topologies
 async def test_a_job_is_answered_exactly(redis_url: str) -> None:
     async with harness(redis_url) as h:
         await h.worker()

@@ -56,13 +56,13 @@ class ClusterServers:
                 server or kind_of_server(),
                 extra=[
                     "--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf", "--cluster-port", str(bus),
-                    "--cluster-node-timeout", str(timeout_ms), "--cluster-replica-validity-factor", "0",
+                    "--cluster-node-timeout", str(QUICK_MS), "--cluster-replica-validity-factor", "0",
                     "--repl-diskless-sync-delay", "0",
                 ],
             )
             for bus in self._buses
         ]  # fmt: skip
-        self._primaries, self._replicas = primaries, replicas
+        self._primaries, self._replicas, self._timeout_ms = primaries, replicas, timeout_ms
 
     @property
     def url(self) -> str:
@@ -160,6 +160,10 @@ class ClusterServers:
             self.flush()
             self.until_replicated()
         self.until_whole()
+        # Not from the start: the more patient nodes are, the less they tell each other.
+        for server in self.servers:
+            with server.client() as client:
+                client.config_set("cluster-node-timeout", self._timeout_ms)
 
     def _complete(self, server: RedisServer) -> bool:
         owners = self._slots(server).values()

@@ -15,6 +15,8 @@ from shared.keys import GROUP, JobId
 from shared.protocol import Frame, Result, decode
 from tests.support.jobs import KEEP, NOW, POOL, budget, check_lane, envelope, last, owned, tokens
 
+pytestmark = pytest.mark.topologies
+
 
 async def start(store: JobStore, owner: str = "w", **fields: Any) -> PulledJob:
     await store.submit(envelope(**fields))

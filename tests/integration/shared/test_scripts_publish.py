@@ -19,6 +19,7 @@ from shared.keys import GROUP, JobId
 from shared.protocol import Frame, Result, decode
 from tests.support.jobs import KEEP, NOW, POOL, budget, check_lane, envelope, last, owned, tokens
 
+pytestmark = pytest.mark.topologies
 FINE, CANCELLED, FENCED = Publication.FINE, Publication.CANCELLED, Publication.FENCED
 
 

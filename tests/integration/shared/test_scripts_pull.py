@@ -26,6 +26,8 @@ from tests.support.jobs import (
     tokens,
 )
 
+pytestmark = pytest.mark.topologies
+
 
 async def age(client: Any, job_id: str, seconds: float) -> None:
     """Make a queued job look as if it had waited."""

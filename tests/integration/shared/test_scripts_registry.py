@@ -14,6 +14,7 @@ from shared.jobstore import JobStore
 from shared.protocol import Card, TokenizerBundle, WorkerInfo
 from tests.support.jobs import KEEP, POOL, budget, envelope, last
 
+pytestmark = pytest.mark.topologies
 BUNDLE = TokenizerBundle(tokenizer_json="{}", chat_template="t", special_tokens={"eos_token": "</s>"})
 
 

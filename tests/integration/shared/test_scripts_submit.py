@@ -15,6 +15,8 @@ from shared.jobstore import JobStore
 from shared.keys import JobId
 from tests.support.jobs import KEEP, POOL, budget, check_lane, envelope, last, owned
 
+pytestmark = pytest.mark.topologies
+
 
 async def test_a_job_is_stored_as_it_was_submitted(store: JobStore, client: Any) -> None:
     job = envelope(tenant="t", metadata={"a": "b"}, callback_url="https://example.test/")
