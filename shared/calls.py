@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any, Final
 
 import redis
@@ -30,11 +31,16 @@ from shared.slot_map import SlotMap
 AsyncClient = redis.asyncio.Redis | Cluster
 SyncClient = redis.Redis | SyncCluster
 Command = tuple[Any, ...]
+#: Those of a pipeline, or what kept all of them from coming.
+Answers = list[Any] | Exception
 
 #: Rounds until what still is not answered is given up.
 _ROUNDS: Final = 6
 #: Seconds before a slot that is on its way to another node is asked again, times the round.
 _TRY_AGAIN_S: Final = 0.05
+#: Seconds that the nodes that have answered wait for one that has not.
+_LATE_S: Final = 1.0
+_SILENT: Final = redis.TimeoutError("the node is silent while others answer")
 _AWAY: Final = (redis.ConnectionError, redis.TimeoutError, ClusterDownError, OSError)
 
 
@@ -55,7 +61,7 @@ async def run(client: AsyncClient, calls: Sequence[Call]) -> list[Any]:
                 spread.answers[index] = error
         groups = spread.groups()
         sending = [_send(client.at(node), spread.commands(indexes)) for node, indexes in groups]
-        for (_, indexes), answers in zip(groups, await asyncio.gather(*sending), strict=True):
+        for (_, indexes), answers in zip(groups, await _together(sending), strict=True):
             spread.answered(indexes, answers)
         spread.turn()
         if spread.pause:
@@ -79,10 +85,8 @@ def run_sync(client: SyncClient, calls: Sequence[Call]) -> list[Any]:
             except TROUBLE as error:
                 spread.answers[index] = error
         groups = spread.groups()
-        clients = [client.at(node) for node, _ in groups]
-        commands = [spread.commands(indexes) for _, indexes in groups]
-        each = client.threads.map if len(groups) > 1 else map
-        for (_, indexes), answers in zip(groups, each(_send_sync, clients, commands), strict=True):
+        commands = [(node, spread.commands(indexes)) for node, indexes in groups]
+        for (_, indexes), answers in zip(groups, _together_sync(client, commands), strict=True):
             spread.answered(indexes, answers)
         spread.turn()
         if spread.pause:
@@ -143,7 +147,7 @@ class _Batch:
         """What is sent for these calls, in one pipeline."""
         return [command for index in indexes for command in self._parts(index)]
 
-    def answered(self, indexes: Iterable[int], answers: list[Any] | Exception) -> None:
+    def answered(self, indexes: Iterable[int], answers: Answers) -> None:
         """Take the answers to `commands(indexes)`, or what kept all of them from coming."""
         position = 0
         for index in indexes:
@@ -248,7 +252,43 @@ class _SpreadBatch(_Batch):
         return super()._repeat(index, answer)
 
 
-async def _send(client: Any, commands: list[Command]) -> list[Any] | Exception:
+async def _together(sending: Sequence[Coroutine[Any, Any, Answers]]) -> list[Answers]:
+    """The answers of several nodes. One that is silent is not waited for much longer than the others."""
+    if len(sending) < 2:
+        return [await one for one in sending]
+    tasks = [asyncio.create_task(one) for one in sending]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, timeout=_LATE_S)
+    finally:
+        late = [task for task in tasks if task.cancel()]
+        await asyncio.gather(*late, return_exceptions=True)
+    return [_SILENT if task in late else task.result() for task in tasks]
+
+
+def _together_sync(client: SyncCluster, commands: Sequence[tuple[Address, list[Command]]]) -> list[Answers]:
+    """See `_together`. What is late goes on in its thread; until it has ended nothing else is sent to that node."""
+    if len(commands) < 2:
+        return [_send_sync(client.at(node), parts) for node, parts in commands]
+    sent = [
+        None if node in client.late else client.threads.submit(_send_sync, client.at(node), parts)
+        for node, parts in commands
+    ]
+    futures = [future for future in sent if future is not None]
+    wait(futures, return_when=FIRST_COMPLETED)
+    wait(futures, timeout=_LATE_S)
+    answers: list[Answers] = []
+    for (node, _), future in zip(commands, sent, strict=True):
+        if future is not None and future.done():
+            answers.append(future.result())
+            continue
+        if future is not None:
+            client.keep_late(node, future)
+        answers.append(_SILENT)
+    return answers
+
+
+async def _send(client: Any, commands: list[Command]) -> Answers:
     """One pipeline's answers, or the error that kept it from being sent or answered."""
     try:
         if len(commands) == 1:
@@ -269,7 +309,7 @@ async def _send(client: Any, commands: list[Command]) -> list[Any] | Exception:
     return answers
 
 
-def _send_sync(client: Any, commands: list[Command]) -> list[Any] | Exception:
+def _send_sync(client: Any, commands: list[Command]) -> Answers:
     """See `_send`."""
     try:
         pipe = client.pipeline(transaction=False)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 import redis
@@ -98,8 +98,9 @@ class SyncCluster:
         self._make, self._scout = client, scout
         self._clients: dict[Address, redis.Redis] = {}
         self._asking = threading.Lock()
-        #: For pipelines to several nodes at once.
+        #: For pipelines to several nodes at once, and the nodes whose last one has not come back.
         self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="redis")
+        self.late: set[Address] = set()
 
     def primary(self, key: str) -> Address:
         """See `Cluster.primary`."""
@@ -115,6 +116,11 @@ class SyncCluster:
         if client is None:
             client = self._clients.setdefault(node, self._make(node))
         return client
+
+    def keep_late(self, node: Address, pipeline: Future[Any]) -> None:
+        """Remember that a node has not answered yet, until it does or its time is up."""
+        self.late.add(node)
+        pipeline.add_done_callback(lambda _: self.late.discard(node))
 
     def close(self) -> None:
         """Close all connections."""

@@ -135,7 +135,8 @@ class Worker:
             socket_timeout=min(5.0, settings.lease_s),
         )
         reader, subscriber = connect(url), connect_pubsub(url)
-        sender = connect_sync(url, max_connections=2)
+        # The publisher tries again by itself, and the frames of others must not wait for a node that is away.
+        sender = connect_sync(url, max_connections=2, retry=Retry(NoBackoff(), 1))
         # A renewal that takes longer than till the next one is better made anew.
         renewer = connect_sync(url, max_connections=2, retry=Retry(NoBackoff(), 0), socket_timeout=settings.lease_s / 3)
         try:

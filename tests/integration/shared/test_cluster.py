@@ -141,6 +141,30 @@ async def test_a_node_that_is_away_takes_only_its_lanes_along(
     assert len((await store.pull(POOL, healthy, "w", budget(), KEEP)).jobs) == 1
 
 
+async def test_a_node_that_is_silent_is_not_waited_for(cluster: ClusterServers, store: JobStore) -> None:
+    jobs = await running(store, list(range(LANES)))
+    await store.publish([tokens(job, "w", 1) for job in jobs])
+    silent, lanes = next(iter(lanes_by_server(cluster).items()))
+    patient, threads = connect(cluster.url, socket_timeout=None), connect_sync(cluster.url, socket_timeout=None)
+    stores = JobStore(patient), SyncJobStore(threads)
+    items = [tokens(job, "w", 2) for job in jobs]
+    assert await stores[0].publish(items) == await asyncio.to_thread(stores[1].publish, items) == [FINE] * LANES
+    expected = [AWAY if lane in lanes else FINE for lane in range(LANES)]
+    with silent.frozen():
+        for seq in (3, 4):
+            items = [tokens(job, "w", seq) for job in jobs]
+            assert await stores[0].publish(items) == expected
+            assert await asyncio.to_thread(stores[1].publish, items) == expected
+    # What was late arrives at last, as a repeat or not; nothing is missing and nothing twice.
+    assert await store.publish([tokens(job, "w", 3, 2) for job in jobs]) == [FINE] * LANES
+    client = await raw_client(cluster.url)
+    for lane, job in enumerate(jobs):
+        await check_lane(client, [job.envelope.id], lane)
+    threads.close()
+    for one in (patient, client):
+        await one.aclose()
+
+
 async def test_everybody_away_is_an_error(cluster: ClusterServers, store: JobStore, sync_store: SyncJobStore) -> None:
     (job,) = await running(store, [0])
     for server in cluster.servers:
