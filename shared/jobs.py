@@ -60,8 +60,8 @@ class PullBudget:
         max_job_tokens: jobs of a higher cost are left for another worker.
         idle: the caller holds no job at all, in no lane. Only then it may be given a job that has to run alone, and
             one job whatever number of sequences it has.
-        suspects: how many more jobs it may take that a worker died with; keep it small, so that a job that kills its
-            worker takes few others along.
+        suspects: how many more jobs it may take that two workers died with; keep it small, so that a job that kills its
+            workers makes few others look like it.
     """
 
     sequences: Mapping[str, int]
@@ -92,7 +92,7 @@ class PulledJob:
         last_seq: sequence number of the last frame in its log; 0 for none.
         deadline_ms: Unix milliseconds of Redis's clock.
         queue_ms: from submit to this pull.
-        suspect: a worker died while it held this job.
+        suspect: two workers died while they held this job.
         alone: it has to run alone: pull nothing, from no lane, until it has ended.
     """
 

@@ -25,7 +25,7 @@ from worker.resume import read_back
 
 _log = structlog.stdlib.get_logger("worker.intake")
 
-#: Jobs that a worker died with, of which this worker holds at most so many.
+#: Jobs that two workers died with, of which this worker holds at most so many.
 _SUSPECTS = 4
 #: Seconds that a lane is left alone whose data is broken.
 _REST_S = 5.0

@@ -40,7 +40,7 @@ class HeldJob:
         deadline_ms: of Redis's clock.
         queue_ms: from submit to the pull.
         transcript: what is published of it; the publisher's from the moment that the engine has the job.
-        suspect: a worker died while it held this job.
+        suspect: two workers died while they held this job.
         alone: nothing else may be pulled while it is here.
         resumed: choices for the engine to go on from.
         prompt_logprobs_done: log probabilities of the prompt that are published.

@@ -42,9 +42,8 @@ end
 
 -- Whether the caller could take any further job of a dead worker.
 local function has_room()
-  local any = suspects > 0 or not charge
   for level = 1, #CLASSES do
-    if any and not full and sequences[level] > 0 and tokens[level] > 0 then
+    if not full and sequences[level] > 0 and tokens[level] > 0 then
       return true
     end
   end

@@ -48,7 +48,7 @@ local function admissible(deaths)
     alone_waiting = alone_waiting + 1
     return 'no'
   end
-  return (deaths == 0 or suspects > 0) and 'yes' or 'no'
+  return (deaths < SUSPECT_AFTER or suspects > 0) and 'yes' or 'no'
 end
 
 -- Make the job the caller's. Its entry is in the caller's pending list already.
@@ -57,7 +57,7 @@ local function grant(job, alone)
   redis.call('HSET', job.key, 'status', 'running', 'owner', owner, 'epoch', int(job.epoch),
     'attempts', int(job.attempts), 'deaths', job.deaths, 'alone_deaths', job.alone_deaths, 'alone', alone and 1 or 0)
   redis.call('HSETNX', job.key, 'started_us', int(now))
-  if job.deaths > 0 then
+  if job.deaths >= SUSPECT_AFTER then
     suspects = suspects - 1
   end
   spend(job)

@@ -18,8 +18,9 @@ local QUANTUM = 1024
 local PATIENCE_MS = 1000
 -- A job of a lower class that has waited this long goes before the higher classes, one in each pull.
 local AGED_MS = 30000
--- Deaths of its workers after which a job runs alone, and deaths while alone before it is buried.
-local ALONE_AFTER, ALONE_DEATHS = 2, 2
+-- Deaths of its workers after which a job is a suspect and goes out with few others, those after which it runs alone, and
+-- deaths while alone before it is buried. One death makes no suspect: when a node is lost, all of its jobs go on at once.
+local SUSPECT_AFTER, ALONE_AFTER, ALONE_DEATHS = 2, 3, 2
 local BURIED = {
   message = 'the job was given up: its workers died again and again', type = 'server_error', code = 'job_failed',
   status = 500,
@@ -54,7 +55,7 @@ local jobs, ended, buried, reclaimed, alone_waiting, full, last_expiry = {}, {},
 local function answer_job(job)
   jobs[#jobs + 1] = {
     job.id, redis.call('HGET', job.key, 'env'), job.epoch, job.attempts, job.seq, job.deadline_ms,
-    now - job.submitted_us, job.deaths > 0 and 1 or 0, job.alone and 1 or 0,
+    now - job.submitted_us, job.deaths >= SUSPECT_AFTER and 1 or 0, job.alone and 1 or 0,
   }
 end
 

@@ -15,7 +15,7 @@ from shared.keys import JobId
 from shared.protocol import Frame
 from tests.support.faulty_worker import TRIGGER
 from tests.support.redis_server import RedisServer
-from tests.support.worker_harness import POOL, Harness, WorkerProcess, expected, harness, job
+from tests.support.worker_harness import LANES, POOL, Harness, WorkerProcess, expected, harness, job
 from worker.pulse import EXIT_REFUSED, EXIT_STALLED
 
 
@@ -41,6 +41,23 @@ async def test_a_killed_workers_job_goes_on_elsewhere_from_its_log(redis_url: st
             result = await h.result(envelope.id)
             assert result.status == "completed" and result.choices == expected(envelope)
         assert await _attempts(h, jobs[0].id) == 2
+        await h.assert_clean()
+
+
+async def test_all_jobs_of_a_killed_worker_go_on_at_once(valkey_url: str) -> None:
+    async with harness(valkey_url) as h:
+        first = await h.worker()
+        jobs = [job(n, lane=n % LANES, max_tokens=400) for n in range(12)]
+        followers = [await h.submit(envelope) for envelope in jobs]
+        for follower in followers:
+            await follower.tokens(5)
+        second = await h.worker()
+        first.signal(signal.SIGKILL)
+        for envelope in jobs:
+            await second.event("taken up", job_id=envelope.id)
+        assert not any(follower.frames[-1].last for follower in followers), "some had to wait for the end of others"
+        for follower in followers:
+            assert _epochs(await follower.end()) == [1, 2]
         await h.assert_clean()
 
 

@@ -167,24 +167,28 @@ async def test_a_reclaim_is_charged_only_if_told_so(store: JobStore) -> None:
     free = (await store.pull(POOL, 0, "b", budget(), Lease(lease_ms=0, charge=False))).jobs[0]
     assert (free.epoch, free.attempts, free.suspect) == (2, 1, False)
     charged = (await store.pull(POOL, 0, "c", budget(), NOW)).jobs[0]
-    assert (charged.epoch, charged.attempts, charged.suspect) == (3, 2, True)
+    assert (charged.epoch, charged.attempts, charged.suspect) == (3, 2, False)
+    again = (await store.pull(POOL, 0, "d", budget(), NOW)).jobs[0]
+    assert (again.epoch, again.attempts, again.suspect) == (4, 3, True)
 
 
 async def test_suspects_come_in_small_groups(store: JobStore, client: Any) -> None:
     jobs = [await start(store, owner="dead") for _ in range(10)]
+    assert len((await store.pull(POOL, 0, "next", budget(suspects=0), NOW)).jobs) == 10, "one death condemns nobody"
     for expected in (3, 3, 3, 1):
         assert len((await store.pull(POOL, 0, "w", budget(suspects=3), NOW)).jobs) == expected
     await check_lane(client, [job.envelope.id for job in jobs])
 
 
-async def test_a_job_that_killed_two_workers_runs_alone(store: JobStore, client: Any) -> None:
+async def test_a_job_that_killed_three_workers_runs_alone(store: JobStore, client: Any) -> None:
     one, two = await start(store, owner="a"), await start(store, owner="a")
-    await store.pull(POOL, 0, "b", budget(), NOW)
+    for owner in ("b", "b2"):
+        await store.pull(POOL, 0, owner, budget(), NOW)
     await store.submit(other := envelope())
     busy = await store.pull(POOL, 0, "c", budget(), NOW)
     assert [job.envelope.id for job in busy.jobs] == [other.id] and busy.alone_waiting == 2
     idle = await store.pull(POOL, 0, "d", budget(idle=True), NOW)
-    assert len(idle.jobs) == 1 and idle.jobs[0].alone and idle.jobs[0].attempts == 3
+    assert len(idle.jobs) == 1 and idle.jobs[0].alone and idle.jobs[0].attempts == 4
     second = await store.pull(POOL, 0, "e", budget(idle=True), Lease(lease_ms=60_000))
     assert second.jobs == []
     await check_lane(client, [one.envelope.id, two.envelope.id, other.id])
@@ -193,15 +197,15 @@ async def test_a_job_that_killed_two_workers_runs_alone(store: JobStore, client:
 async def test_a_killer_is_buried_after_it_was_alone_twice(store: JobStore, client: Any) -> None:
     job = await start(store, owner="a", callback_url="https://example.test")
     await store.publish([tokens(job, "a", 1)])
-    alone = [(await store.pull(POOL, 0, owner, budget(idle=True), NOW)).jobs[0].alone for owner in "bcd"]
-    assert alone == [False, True, True]
-    pulled = await store.pull(POOL, 0, "e", budget(idle=True), NOW)
+    alone = [(await store.pull(POOL, 0, owner, budget(idle=True), NOW)).jobs[0].alone for owner in "bcde"]
+    assert alone == [False, False, True, True]
+    pulled = await store.pull(POOL, 0, "f", budget(idle=True), NOW)
     assert pulled.jobs == [] and pulled.buried == [job.envelope.id] and pulled.ended == {job.envelope.id: "failed"}
     frame = decode((await store.read_log(job.envelope.id))[-1], Frame)
     assert frame.kind == "error" and frame.error and frame.error.code == "job_failed" and frame.seq == 2
     assert decode((await store.get(job.envelope.id)).result or b"", Result).choices[0].token_ids == [1]
     letter = (await store.dead_letters(POOL, 0))[0]
-    assert (letter.job_id, letter.attempts, letter.error) == (job.envelope.id, 4, frame.error)
+    assert (letter.job_id, letter.attempts, letter.error) == (job.envelope.id, 5, frame.error)
     assert await client.xlen(keys.outbox(POOL, 0)) == 1
     await check_lane(client, [job.envelope.id])
 
@@ -210,14 +214,15 @@ async def test_a_job_whose_worker_was_drained_is_not_condemned(store: JobStore) 
     await start(store, owner="w0")
     for i in range(1, 12):
         job = (await store.pull(POOL, 0, f"w{i}", budget(idle=True), NOW)).jobs[0]
-        assert job.suspect and not job.alone
+        assert not job.suspect and not job.alone
         await store.release(f"w{i}", owned(job))
     assert (await store.get(job.envelope.id)).status == "queued"
 
 
 async def test_a_given_back_job_that_must_run_alone_blocks_no_other(store: JobStore, client: Any) -> None:
     killer = await start(store, owner="a")
-    await store.pull(POOL, 0, "b", budget(), NOW)
+    for owner in ("b", "b2"):
+        await store.pull(POOL, 0, owner, budget(), NOW)
     alone = (await store.pull(POOL, 0, "c", budget(idle=True), NOW)).jobs[0]
     assert alone.alone
     innocent = await start(store, owner="c")
@@ -232,7 +237,8 @@ async def test_a_given_back_job_that_must_run_alone_blocks_no_other(store: JobSt
 
 async def test_cancel_reaches_a_job_that_waits_to_run_alone(store: JobStore, client: Any) -> None:
     job = await start(store, owner="a")
-    await store.pull(POOL, 0, "b", budget(), NOW)
+    for owner in ("b", "b2"):
+        await store.pull(POOL, 0, owner, budget(), NOW)
     await store.cancel(job.envelope.id)
     assert (await store.pull(POOL, 0, "c", budget(), NOW)).ended == {job.envelope.id: "cancelled"}
     view = await store.get(job.envelope.id)

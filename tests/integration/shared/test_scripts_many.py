@@ -45,7 +45,9 @@ async def test_streams_are_empty_afterwards(valkey_url: str) -> None:
             if lease is NOW:
                 await store.publish([last(job, owner, 1, ENDINGS[number[job.envelope.id] % 4]) for job in pulled])
         assert len(taken) == JOBS - JOBS // 10
-    assert await store.lane_load(POOL, 0) == LaneLoad()
+    assert await store.lane_load(POOL, 0) == LaneLoad(
+        ended_jobs=JOBS, ended_tokens=sum(job.cost_tokens for job in jobs)
+    )
     for stream in keys.lane_streams(POOL, 0):
         if await client.exists(stream):
             assert await client.xlen(stream) == 0, stream

@@ -124,7 +124,7 @@ async def test_a_zombie_publishes_not_one_token(store: JobStore, client: Any) ->
     zombie = await running(store, owner="zombie")
     await store.publish([tokens(zombie, "zombie", 1, 2)])
     heir = (await store.pull(POOL, 0, "heir", budget(), NOW)).jobs[0]
-    assert (heir.epoch, heir.last_seq, heir.attempts, heir.suspect) == (2, 2, 2, True)
+    assert (heir.epoch, heir.last_seq, heir.attempts, heir.suspect) == (2, 2, 2, False)
     assert await store.publish([tokens(zombie, "zombie", 3), last(zombie, "zombie", 3)]) == [FENCED, FENCED]
     assert await store.renew("zombie", [owned(zombie)]) == [FENCED]
     assert await store.release("zombie", owned(zombie)) is False

@@ -25,7 +25,7 @@ def upkeep(client: redis.asyncio.Redis) -> Upkeep:
 
 
 async def bury(upkeep: Upkeep) -> str:
-    """A job that killed four workers, twice alone."""
+    """A job that killed five workers, twice alone."""
     job = envelope(prompt=7)
     await upkeep.submit(job)
     for number in range(6):

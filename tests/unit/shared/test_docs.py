@@ -41,4 +41,4 @@ def test_every_field_is_documented(kind: Any) -> None:
 
 def test_every_script_is_documented() -> None:
     names = [p.name.removesuffix(".lua") for p in files("shared").joinpath("lua").iterdir() if p.name[0] != "_"]
-    assert set(names) == set(re.findall(r"^### ([a-z]+)$", PAGE.split("## Scripts")[1], re.MULTILINE))
+    assert set(names) == set(re.findall(r"^### ([a-z_]+)$", PAGE.split("## Scripts")[1], re.MULTILINE))
