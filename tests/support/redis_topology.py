@@ -5,17 +5,18 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import redis
 import redis.asyncio
+from redis.asyncio.connection import parse_url
 from redis.crc import key_slot
 
 from shared.connect import connect
+from shared.redis_url import parse
 from tests.support.redis_server import RedisServer, binary, free_port
 
 SERVICE = "main"
@@ -48,7 +49,13 @@ class ClusterServers:
     """A cluster whose primaries share the slots evenly, each with so many replicas. Use as a context manager."""
 
     def __init__(
-        self, *, primaries: int = 3, replicas: int = 0, timeout_ms: int = NEVER_MS, server: str | None = None
+        self,
+        *,
+        primaries: int = 3,
+        replicas: int = 0,
+        timeout_ms: int = NEVER_MS,
+        server: str | None = None,
+        extra: Sequence[list[str]] = (),
     ) -> None:
         self._buses = [free_port() for _ in range(primaries * (1 + replicas))]
         self.servers = [
@@ -57,10 +64,10 @@ class ClusterServers:
                 extra=[
                     "--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf", "--cluster-port", str(bus),
                     "--cluster-node-timeout", str(QUICK_MS), "--cluster-replica-validity-factor", "0",
-                    "--repl-diskless-sync-delay", "0",
+                    "--repl-diskless-sync-delay", "0", *more,
                 ],
             )
-            for bus in self._buses
+            for bus, more in zip(self._buses, extra or [[]] * len(self._buses), strict=True)
         ]  # fmt: skip
         self._primaries, self._replicas, self._timeout_ms = primaries, replicas, timeout_ms
 
@@ -281,15 +288,17 @@ class _RawCluster(redis.asyncio.RedisCluster):
 
 async def raw_client(url: str) -> Any:
     """redis-py's own client of what is behind a URL, for looking at keys."""
-    if not urlsplit(url).scheme.endswith("+cluster"):
+    target = parse(url)
+    if target.kind != "cluster":
         return connect(url)
-    host, _, port = urlsplit(url).netloc.partition(",")[0].partition(":")
-    return await _RawCluster(host, int(port), protocol=2).initialize()
+    (host, port), *_ = target.addresses
+    options = parse_url(target.server)
+    return await _RawCluster(host, port, protocol=2, **options).initialize()
 
 
 def is_one_server(url: str) -> bool:
     """Whether a URL is that of a single server."""
-    return "+" not in urlsplit(url).scheme
+    return parse(url).kind == "server"
 
 
 def _until_replicated(server: RedisServer, replicas: int) -> None:
