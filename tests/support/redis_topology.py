@@ -133,6 +133,14 @@ class ClusterServers:
             for client in (new, old):
                 client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
 
+    def move_whole(self, key: str, source: RedisServer, target: RedisServer) -> None:
+        """Move a key's slot atomically, as Valkey 9 can, and wait until it has moved."""
+        slot = key_slot(key.encode())
+        with source.client() as old, target.client() as new:
+            node = new.execute_command("CLUSTER", "MYID")
+            old.execute_command("CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", slot, slot, "NODE", node)
+        until(lambda: self._owner(source, key)["primary"][1] == target.port, "the slot does not move")
+
     def until_whole(self) -> None:
         """Wait until all servers agree that all slots are served."""
         until(lambda: all(_info(server)["cluster_state"] == "ok" for server in self.servers), "cluster state")

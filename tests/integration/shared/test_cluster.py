@@ -204,6 +204,27 @@ async def test_a_lane_that_moves_to_another_node_is_followed(cluster: ClusterSer
     assert (await store.status(job.id))[0] == "completed"
 
 
+async def test_a_lane_that_moves_as_a_whole_misses_nothing() -> None:
+    """Valkey 9 moves slots atomically: not one call fails, and nothing is lost."""
+    with ClusterServers(server="valkey") as cluster:
+        client, key = connect(cluster.url), keys.stats(POOL, 0)
+        store = JobStore(client)
+        (job,) = await running(store, [0])
+        source = cluster.serving(key)
+        target = next(server for server in cluster.servers if server is not source)
+        seq, moved = 0, asyncio.create_task(asyncio.to_thread(cluster.move_whole, key, source, target))
+        while not moved.done() or seq < 100:
+            seq += 1
+            assert await store.publish([tokens(job, "w", seq)]) == [FINE]
+        await moved
+        assert await store.publish([last(job, "w", seq + 1)]) == [FINE]
+        assert await store.node(POOL, 0) == f"127.0.0.1:{target.port}"
+        raw = await raw_client(cluster.url)
+        await check_lane(raw, [job.envelope.id])
+        for one in (raw, client):
+            await one.aclose()
+
+
 async def test_a_subscription_moves_to_another_node_when_its_own_dies(cluster: ClusterServers, store: JobStore) -> None:
     lanes = {server.port: lanes[0] for server, lanes in lanes_by_server(cluster).items()}
     subscriber = connect_pubsub(cluster.url)
