@@ -6,7 +6,7 @@
 Gateways, workers and a Redis with an append-only file are processes; each of ours is behind a proxy of its own. Workers
 are killed, paused past their lease, drained, hurried, and hang; gateways are killed and drained; connections are killed
 and cut, networks fall silent; Redis is killed and starts from its file. Clients stream, wait, follow, cancel, leave and
-come back. Every answer is compared with that of an undisturbed run: a simulated engine's is known, a model has one first.
+come back. Every answer is compared with that of an undisturbed run: a simulated engine's is known, a model's is run.
 
 Exit code 1 where anything is lost, missing, doubled, fenced or different, where anything is left over in Redis, or
 where a process ended that nobody had told to.
@@ -41,6 +41,7 @@ def main(
     deterministic: Annotated[bool, typer.Option(help="of a model: every text must be the same again")] = False,
     clients: Annotated[int | None, typer.Option(help="orders at the same time")] = None,
     appendfsync: Annotated[str, typer.Option(help="of Redis: everysec or always")] = "everysec",
+    verbose: Annotated[bool, typer.Option(help="print each disturbance, keep the logs")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures as one flat object")] = None,
 ) -> None:
     """Run, judge, print."""
@@ -50,6 +51,7 @@ def main(
         disturbances=disturbances if disturbances is not None else (14 if quick else 100),
         kinds=tuple(kind for kind in kinds.split(",") if kind),
         appendfsync=appendfsync,
+        keep_logs=verbose,
     )
     if engine == "model":
         config = dataclasses.replace(
@@ -71,6 +73,8 @@ def main(
     if clients is not None:
         config = dataclasses.replace(config, clients=clients)
     report = asyncio.run(_run(config))
+    if verbose:
+        _tell(report)
     _show(report)
     if json_file is not None:
         json_file.write_text(json.dumps(report.figures, indent=2) + "\n", "utf-8")
@@ -80,6 +84,13 @@ def main(
 async def _run(config: Config) -> Report:
     plan = plan_of(config)
     return await run(config, plan, await record(config, plan) if config.engine == "model" else None)
+
+
+def _tell(report: Report) -> None:
+    for hit in sorted(report.hits, key=lambda hit: hit.at):
+        went_on = " ".join(f"{seconds:.2f}" for seconds in sorted(hit.went_on.values()))
+        timed = ", alone" if hit.timed else ""
+        print(f"{hit.at - report.began:7.2f} {hit.kind} {hit.victim}, {len(hit.held)} jobs{timed}: {went_on}")
 
 
 def _show(report: Report) -> None:

@@ -187,8 +187,8 @@ class _Visit:
                 self._arrived(reading, Arrival(time.monotonic(), event.id, tuple(pending), chunks=True))
                 pending = []
                 if await self._goes(reading):
-                    break
-        self.witness.losses += not reading.closed
+                    return False
+        self._lost()
         return False
 
     async def _submit(self) -> None:
@@ -231,7 +231,7 @@ class _Visit:
                     return
                 if await self._goes(reading):
                     return
-        self.witness.losses += 1
+        self._lost()
 
     async def _goes(self, reading: Reading) -> bool:
         """What the client does of its own will behind an event; True if it drops the connection."""
@@ -243,6 +243,7 @@ class _Visit:
             return True
         if self._breaks and self._events >= self._breaks[0]:
             self._breaks.pop(0)
+            self.witness.drops += 1
             return True
         return False
 

@@ -18,6 +18,9 @@ from tests.support.chaos.fleet import Fleet, Member
 from tests.support.chaos.plan import Disturbance
 from worker.pulse import EXIT_STALLED
 
+#: Exit codes after SIGTERM: the second where it came before there was a handler, or once there is none any more.
+_DRAINED = (0, -signal.SIGTERM)
+
 
 @dataclass(frozen=True)
 class Times:
@@ -37,6 +40,7 @@ class Hit:
             step.
         held: jobs that the victim ran, by their epoch then.
         timed: nothing else was wrong.
+        went_on: seconds from `at` until a job had its next token from another hand.
     """
 
     kind: str
@@ -44,6 +48,7 @@ class Hit:
     at: float
     held: dict[str, int] = field(default_factory=dict)
     timed: bool = False
+    went_on: dict[str, float] = field(default_factory=dict)
 
 
 class Weather:
@@ -94,19 +99,20 @@ class Weather:
 
     async def _drain_worker(self, disturbance: Disturbance) -> Hit:
         worker, held = await self._worker(disturbance)
-        worker.signal(signal.SIGTERM, 0)
+        worker.signal(signal.SIGTERM, *_DRAINED)
         return Hit("drain_worker", worker.name, time.monotonic() + self._times.grace_s, held)
 
     async def _hurry_worker(self, disturbance: Disturbance) -> Hit:
         worker, held = await self._worker(disturbance)
-        worker.signal(signal.SIGTERM, 0)
+        worker.signal(signal.SIGTERM, *_DRAINED)
         await asyncio.sleep(self._times.grace_s * disturbance.seconds)
         worker.signal(signal.SIGTERM)
         return Hit("hurry_worker", worker.name, time.monotonic(), held)
 
     async def _hang_engine(self, disturbance: Disturbance) -> Hit:
         worker, held = await self._worker(disturbance)
-        worker.signal(signal.SIGUSR1, EXIT_STALLED)
+        # Before it has installed its handler, the signal ends it.
+        worker.signal(signal.SIGUSR1, EXIT_STALLED, -signal.SIGUSR1)
         return Hit("hang_engine", worker.name, time.monotonic() + self._times.step_timeout_s, held)
 
     async def _worker(self, disturbance: Disturbance) -> tuple[Member, dict[str, int]]:
@@ -143,7 +149,7 @@ class Weather:
 
     async def _drain_gateway(self, disturbance: Disturbance) -> Hit:
         gateway = _rotated(self._fleet.gateways, disturbance.victim)[0]
-        gateway.signal(signal.SIGTERM, 0, -signal.SIGTERM)
+        gateway.signal(signal.SIGTERM, *_DRAINED)
         return Hit("drain_gateway", gateway.name, time.monotonic())
 
     # Redis and the way to it

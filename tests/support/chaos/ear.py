@@ -41,6 +41,7 @@ class Ear:
     def __init__(self, url: str) -> None:
         self._client = connect_pubsub(url)
         self.jobs: dict[str, Heard] = {}
+        self.listens = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Ear:
@@ -73,6 +74,7 @@ class Ear:
                 async with self._client.pubsub() as pubsub:
                     await pubsub.psubscribe("rw:{*}:ev:*")
                     async for message in pubsub.listen():
+                        self.listens.set()
                         if message["type"] == "pmessage":
                             self._hear(message["channel"].decode(), message["data"])
             except (redis.RedisError, OSError):

@@ -107,8 +107,10 @@ class Fleet:
     Args:
         worker, gateway: settings by field name.
         appendfsync: of Redis.
+        keep_logs: do not delete the folder of logs.
 
     Attributes:
+        folder: of logs; it stays where something went wrong.
         crashes: ends of processes that nobody had asked for.
     """
 
@@ -120,6 +122,7 @@ class Fleet:
         worker: Mapping[str, object],
         gateway: Mapping[str, object],
         appendfsync: str = "everysec",
+        keep_logs: bool = False,
     ) -> None:
         kind = "redis" if binary("redis") else "valkey"
         self.redis = RedisServer(kind, appendonly=True, extra=["--appendfsync", appendfsync])
@@ -127,7 +130,7 @@ class Fleet:
         self.workers: list[Member] = []
         self.gateways: list[Member] = []
         self.crashes: list[str] = []
-        self._counts = workers, gateways
+        self._counts, self._keep_logs = (workers, gateways), keep_logs
         self._settings = _env(worker), _env(gateway)
         self._keepers: list[asyncio.Task[None]] = []
         self._stack = AsyncExitStack()
@@ -168,7 +171,7 @@ class Fleet:
         await self._stack.aclose()
         await self._http.aclose()
         await asyncio.to_thread(self.redis.close)
-        if not self.crashes and kind is None:
+        if not (self._keep_logs or self.crashes) and kind is None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     async def wait_ready(self, timeout_s: float = PATIENCE_S) -> None:

@@ -8,13 +8,17 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
-from shared.protocol import FINAL_STATUSES, ChoiceResult, Frame, JobStatus, Result
+from shared.protocol import FINAL_STATUSES, ChoiceResult, Envelope, Frame, JobStatus, Result
 from tests.support.chaos.witness import Arrival, Choice, Reading, Witness
 
 #: `lost`: accepted, and not ended well. `gap`, `repeat`, `disorder`: in the numbers of frames or the offsets of tokens.
 #: `fenced`: what the job's log does not hold, or an owner's that had lost it. `different`: from an undisturbed run.
 Kind = Literal["lost", "gap", "repeat", "disorder", "fenced", "different"]
 KINDS: Sequence[Kind] = ("lost", "gap", "repeat", "disorder", "fenced", "different")
+
+
+#: Fields of a request that its envelope must say again.
+_KEPT = ("max_tokens", "temperature", "seed", "n", "stop", "ignore_eos", "min_tokens", "presence_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +41,12 @@ class Evidence:
         heard: epochs of the frames in the order in which they were on the job's channel.
     """
 
-    status: JobStatus | None
-    frames: list[Frame]
-    result: Result | None
-    expected: list[ChoiceResult] | None
+    status: JobStatus | None = None
+    frames: list[Frame] = field(default_factory=list)
+    result: Result | None = None
+    expected: list[ChoiceResult] | None = None
     heard: Sequence[int] = ()
+    envelope: Envelope | None = None
 
 
 def judge_job(job_id: str, evidence: Evidence) -> Iterator[Fault]:
@@ -73,6 +78,11 @@ def judge_witness(witness: Witness, evidence: Evidence) -> Iterator[Fault]:
         yield Fault("lost", job_id, "it was never accepted")
     elif evidence.status != "completed" and not (evidence.status == "cancelled" and may_be_cancelled):
         yield Fault("lost", job_id, f"it is {evidence.status}")
+    if evidence.envelope is not None:
+        asked = {name: order.sampling[name] for name in _KEPT if name in order.sampling}
+        taken = {name: getattr(evidence.envelope.sampling, name) for name in asked}
+        if asked != taken:
+            yield Fault("different", job_id, f"{taken} was taken for {asked}")
     for reading in witness.readings:
         yield from _judge_reading(job_id, reading, evidence.frames)
     if witness.failure is not None or order.leaves_at is not None:
@@ -143,7 +153,11 @@ def _agrees(seen: _Seen, result: ChoiceResult) -> bool:
     whole = Choice.of(result)
     if seen.finish == "abort":
         ids = seen.ids is None or result.token_ids[: len(seen.ids)] == seen.ids
-        return ids and whole.text.startswith(seen.text) and whole.logprobs[: len(seen.logprobs)] == seen.logprobs
+        # What was held back for a stop string is given out by the abort, and cut off where the string came.
+        text = whole.text.startswith(seen.text) or (
+            isinstance(result.stop_reason, str) and (whole.text + result.stop_reason).startswith(seen.text)
+        )
+        return ids and text and whole.logprobs[: len(seen.logprobs)] == seen.logprobs
     same = (seen.text, seen.finish, seen.logprobs) == (whole.text, whole.finish, whole.logprobs)
     return same and seen.ids in (None, result.token_ids)
 

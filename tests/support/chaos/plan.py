@@ -77,6 +77,7 @@ class Disturbance:
         victim: chooses among those that can be hit, from 0 to below 1.
         seconds: how long it lasts, where it lasts, from 0 to below 1 of its kind's span.
         alone: nothing else is wrong from before it until all that it hit goes on, so that its recovery can be timed.
+        gap: seconds until the next one, at least.
     """
 
     kind: str
@@ -84,6 +85,7 @@ class Disturbance:
     victim: float
     seconds: float
     alone: bool
+    gap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -131,10 +133,19 @@ def _disturbances(rng: random.Random, jobs: int, count: int, kinds: Sequence[str
         dealt.append(kind)
         turns[kind] += 1 / WEIGHTS[kind]
     rng.shuffle(dealt)
-    after = sorted(rng.randint(1, max(1, round(jobs * 0.95))) for _ in range(count))
+    # Neither before anything runs nor when nearly all has ended.
+    after = sorted(round(jobs * rng.uniform(0.08, 0.9)) for _ in range(count))
     timed = {"kill_worker", "drain_worker", "hurry_worker"}
     return [
-        Disturbance(kind, moment, rng.random(), rng.random(), kind in timed and rng.random() < alone)
+        Disturbance(
+            kind,
+            moment,
+            victim=rng.random(),
+            seconds=rng.random(),
+            alone=kind in timed and rng.random() < alone,
+            # One half on top of each other.
+            gap=rng.choice([rng.uniform(0.0, 0.2), rng.uniform(0.5, 2.0)]),
+        )
         for kind, moment in zip(dealt, after, strict=True)
     ]
 

@@ -7,13 +7,14 @@ import dataclasses
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import httpx
 
 from shared.connect import connect
+from shared.errors import JobNotFoundError
 from shared.jobstore import JobStore
 from shared.protocol import ChoiceResult, Envelope, Frame, Result, decode
 from shared.upkeep import Upkeep
@@ -68,6 +69,7 @@ class Config:
     patience_s: float = 120.0
     alone: float = 1 / 3
     appendfsync: str = "everysec"
+    keep_logs: bool = False
 
     @property
     def pool(self) -> str:
@@ -84,7 +86,7 @@ class Report:
         timed: the same where nothing else was wrong.
         leftovers: what is not in order in Redis.
         crashes: processes that ended though nobody had asked them to.
-        seconds: that clients and disturbances took.
+        began, seconds: when clients and disturbances did, and how long they took.
     """
 
     config: Config
@@ -96,6 +98,7 @@ class Report:
     recoveries: dict[str, list[float]] = field(default_factory=dict)
     timed: dict[str, list[float]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
+    began: float = 0.0
     seconds: float = 0.0
     results: dict[int, list[ChoiceResult]] = field(default_factory=dict)
 
@@ -168,6 +171,7 @@ async def run(config: Config, plan: Plan, reference: Reference | None = None) ->
         worker=worker,
         gateway=gateway,
         appendfsync=config.appendfsync,
+        keep_logs=config.keep_logs,
     ) as fleet:
         client = connect(fleet.redis.url)
         try:
@@ -175,9 +179,9 @@ async def run(config: Config, plan: Plan, reference: Reference | None = None) ->
                 await fleet.wait_ready()
                 times = Times(config.lease_s, config.grace_s, config.step_timeout_s)
                 stage = _Stage(config, plan, fleet, Weather(fleet, client, ear, times), ear)
-                began = time.monotonic()
+                report.began = time.monotonic()
                 witnesses = await stage.run()
-                report.seconds = time.monotonic() - began
+                report.seconds = time.monotonic() - report.began
                 await fleet.wait_ready()
                 report.hits = stage.hits
                 report.leftovers = await aftermath.settle(client, config.pool, config.lanes)
@@ -236,11 +240,10 @@ class _Stage:
         return witnesses
 
     async def _pace(self) -> None:
-        """Where orders are ahead of disturbances, only a third of the clients go on."""
-        plan, some = self._plan, max(2, self._config.clients // 3)
+        """Where orders are ahead of disturbances, only half of the clients go on."""
+        plan, some = self._plan, max(2, self._config.clients // 2)
         while self._running >= some and len(self.hits) < len(plan.disturbances):
-            due = plan.disturbances[len(self.hits)].after
-            if self._taken < due + self._config.clients:
+            if self._taken < plan.disturbances[len(self.hits)].after + some:
                 return
             await asyncio.sleep(0.05)
 
@@ -253,6 +256,7 @@ class _Stage:
                 await self._strike_alone(disturbance)
             else:
                 self._strikes.append(asyncio.create_task(self._strike(disturbance)))
+                await asyncio.sleep(disturbance.gap)
         await self._quiet()
         self._weather.clear()
 
@@ -283,14 +287,16 @@ async def _judge(report: Report, client: Any, witnesses: list[Witness], ear: Ear
     by_job = {witness.job_id: witness for witness in witnesses if witness.job_id is not None}
     report.jobs = len(witnesses)
     for witness in witnesses:
-        report.counts.update(refusals=witness.refusals, losses=witness.losses)
+        report.counts.update(refusals=witness.refusals, losses=witness.losses, drops=witness.drops)
         if witness.job_id is None:
-            report.faults += judge_witness(witness, Evidence(None, [], None, None))
+            report.faults += judge_witness(witness, Evidence())
     known = {job_id async for job_id in Upkeep(client).job_ids(report.config.pool)}
     evidences: dict[str, Evidence] = {}
     for job_id in known | set(by_job):
         witness = by_job.get(job_id)
-        evidence = evidences[job_id] = await _evidence(store, job_id, known, ear, witness, reference)
+        heard = ear.jobs[job_id].epochs if job_id in ear.jobs else []
+        order = None if witness is None else witness.order
+        evidence = evidences[job_id] = await collect(store, job_id, order, heard, reference)
         report.faults += judge_job(job_id, evidence)
         if witness is not None:
             report.faults += judge_witness(witness, evidence)
@@ -300,17 +306,17 @@ async def _judge(report: Report, client: Any, witnesses: list[Witness], ear: Ear
     _time(report, by_job, evidences, ear)
 
 
-async def _evidence(
-    store: JobStore, job_id: str, known: set[str], ear: Ear, witness: Witness | None, reference: Reference
+async def collect(
+    store: JobStore, job_id: str, order: Order | None, heard: Sequence[int], reference: Reference
 ) -> Evidence:
-    heard = ear.jobs[job_id].epochs if job_id in ear.jobs else []
-    if job_id not in known:
-        return Evidence(None, [], None, None, heard)
-    view = await store.get(job_id)
+    """What Redis holds of a job."""
+    try:
+        view = await store.get(job_id)
+    except JobNotFoundError:
+        return Evidence(heard=heard)
     frames = [decode(data, Frame) for data in await store.read_log(job_id, count=1_000_000)]
     result = None if view.result is None else decode(view.result, Result)
-    wanted = reference(None if witness is None else witness.order, view.envelope)
-    return Evidence(view.status, frames, result, wanted, heard)
+    return Evidence(view.status, frames, result, reference(order, view.envelope), heard, view.envelope)
 
 
 def _time(report: Report, by_job: Mapping[str, Witness], evidences: Mapping[str, Evidence], ear: Ear) -> None:
@@ -320,6 +326,7 @@ def _time(report: Report, by_job: Mapping[str, Witness], evidences: Mapping[str,
             at = _went_on(by_job.get(job_id), evidences[job_id].frames, ear, job_id, epoch)
             if at is None:
                 continue
+            hit.went_on[job_id] = at - hit.at
             report.recoveries.setdefault(hit.kind, []).append(at - hit.at)
             if hit.timed:
                 report.timed.setdefault(hit.kind, []).append(at - hit.at)

@@ -97,7 +97,8 @@ class Witness:
         status: of the job as the client was told in the end.
         failure: why the client gave up, or what error it was told; None if all went well.
         refusals: answers that asked to come again, and connections that failed before there was any answer.
-        losses: connections that were lost in the middle.
+        losses: connections that were lost.
+        drops: connections that the client itself gave up, to come back.
     """
 
     order: Order
@@ -108,6 +109,7 @@ class Witness:
     failure: str | None = None
     refusals: int = 0
     losses: int = 0
+    drops: int = 0
 
 
 def deltas_of_event(data: dict[str, Any]) -> tuple[Delta, ...]:
