@@ -20,7 +20,7 @@ from redis.retry import Retry
 from shared.calls import AsyncClient, SyncClient
 from shared.cluster import Cluster, SyncCluster, node_name
 from shared.errors import InvalidRequestError
-from shared.pools import AnyNodeConnection, AnyNodeSSLConnection, AsyncSentinelPool, SentinelPool
+from shared.pools import AnyNodeConnection, AnyNodeSSLConnection, AsyncSentinelPool, SentinelPool, set_up
 from shared.redis_url import Address, RedisUrl, parse
 from shared.slot_map import SlotMap
 
@@ -103,7 +103,7 @@ def connect_pubsub(url: str, **options: Any) -> redis.asyncio.Redis:
     retry = _async_retry(0 if target.kind == "cluster" else RETRIES)
     settings = _settings(target, redis.asyncio.connection, retry, {"socket_timeout": None, **options})
     if target.kind != "cluster":
-        return _async_client(target, settings)
+        return _async_client(target, {**settings, "redis_connect_func": set_up})
     tls = "connection_class" in settings
     settings["connection_class"] = AnyNodeSSLConnection if tls else AnyNodeConnection
     settings["slots"] = SlotMap(target.addresses)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import redis
+from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection
 from redis.asyncio.connection import BlockingConnectionPool as AsyncBlockingConnectionPool
-from redis.asyncio.connection import Connection, SSLConnection
 from redis.asyncio.sentinel import SentinelConnectionPool as AsyncSentinelConnectionPool
 from redis.connection import BlockingConnectionPool
 from redis.sentinel import SentinelConnectionPool
@@ -31,6 +33,30 @@ class SentinelPool(SentinelConnectionPool, BlockingConnectionPool):
         super().close()
         for sentinel in self.sentinel_manager.sentinels:
             sentinel.close()
+
+
+async def set_up(connection: AbstractConnection) -> None:
+    """Set up a connection whose reads have no time-out later on.
+
+    Raises:
+        redis.TimeoutError: see `_in_time`.
+    """
+    async with _in_time(connection):
+        await connection.on_connect()
+
+
+@asynccontextmanager
+async def _in_time(connection: AbstractConnection) -> AsyncIterator[None]:
+    """Give up a server that has taken the connection and says nothing for as long as connecting may take.
+
+    Raises:
+        redis.TimeoutError: it does.
+    """
+    try:
+        async with asyncio.timeout(connection.socket_connect_timeout):
+            yield
+    except TimeoutError:
+        raise redis.TimeoutError("the server is silent") from None
 
 
 class AnyNodeConnection(Connection):
@@ -65,9 +91,11 @@ class AnyNodeConnection(Connection):
         raise error
 
     async def _learn(self, connection: Connection) -> None:
-        await self.on_connect()
-        await self.send_command("CLUSTER", "SLOTS", check_health=False)
-        if not self._slots.learn(await self.read_response(), (self.host, self.port)):
+        async with _in_time(self):
+            await self.on_connect()
+            await self.send_command("CLUSTER", "SLOTS", check_health=False)
+            answer = await self.read_response()
+        if not self._slots.learn(answer, (self.host, self.port)):
             raise redis.ConnectionError("the node serves no cluster")
 
 

@@ -252,6 +252,18 @@ async def test_a_subscription_moves_to_another_node_when_its_own_dies(cluster: C
     await subscriber.aclose()
 
 
+async def test_a_subscription_passes_a_silent_node_over(cluster: ClusterServers) -> None:
+    subscribers = [connect_pubsub(cluster.url, socket_connect_timeout=0.5) for _ in range(8)]
+    pubsubs: list[Any] = [subscriber.pubsub() for subscriber in subscribers]
+    with cluster.servers[0].frozen():
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(pubsub.subscribe(keys.wake(POOL)) for pubsub in pubsubs))
+        ports = {pubsub.connection.port for pubsub in pubsubs}
+    assert cluster.servers[0].port not in ports
+    for one in (*pubsubs, *subscribers):
+        await one.aclose()
+
+
 async def test_readers_are_counted_wherever_they_are(cluster: ClusterServers, store: JobStore) -> None:
     job = envelope()
     assert await store.readers(job.id) == 0

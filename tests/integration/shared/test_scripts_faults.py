@@ -322,6 +322,19 @@ async def test_wrong_credentials_are_named(redis_url: str) -> None:
     await client.aclose()
 
 
+async def test_a_server_that_takes_a_subscriber_s_connection_and_says_nothing_is_given_up(proxy: RedisProxy) -> None:
+    subscriber = connect_pubsub(proxy.url, socket_connect_timeout=0.1, retry=Retry(NoBackoff(), 1))
+    pubsub: Any = subscriber.pubsub()
+    proxy.hold()
+    with pytest.raises(redis.TimeoutError):
+        await pubsub.subscribe("channel")
+    proxy.go_on()
+    await pubsub.subscribe("channel")
+    assert (await pubsub.get_message(timeout=5))["type"] == "subscribe"
+    for one in (pubsub, subscriber):
+        await one.aclose()
+
+
 async def test_silence_on_a_subscription_is_no_error(proxy: RedisProxy, client: Any) -> None:
     """A time-out for commands that is far shorter than the silence does not touch the subscription."""
     subscriber = connect_pubsub(proxy.url)
