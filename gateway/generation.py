@@ -87,7 +87,7 @@ class GenerationResponse(Response):
             if client.gone:
                 raise ClientGoneError
             # From here on nothing is broken off in the middle of a command: what was submitted must be known.
-            await services.submitter.submit(prepared.envelopes)
+            await services.submitter.submit(prepared.envelopes, keep=self._repeat is not None)
             answer = Answer(prepared.shape, whole=not self._streaming)
             try:
                 await (self._stream if self._streaming else self._whole)(answer, follower, client, send)

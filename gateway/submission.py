@@ -34,8 +34,13 @@ class Submitter:
         self._cancels: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
 
-    async def submit(self, envelopes: Sequence[Envelope], lifetime: Lifetime | None = None) -> None:
+    async def submit(
+        self, envelopes: Sequence[Envelope], lifetime: Lifetime | None = None, *, keep: bool = False
+    ) -> None:
         """Queue all jobs of a request, or none.
+
+        Args:
+            keep: where that fails, those that are queued go on: the request has a key, and will be repeated under it.
 
         Raises:
             OverloadedError: a limit of a lane is reached.
@@ -53,7 +58,7 @@ class Submitter:
             return
         # An answer that was lost on its way says nothing of whether the job was queued: end those too.
         unsure = [e.id for e, a in zip(envelopes, answers, strict=True) if not isinstance(a, OverloadedError)]
-        self.cancel_later(unsure, 0.0)
+        self.cancel_later([] if keep else unsure, 0.0)
         if isinstance(errors[0], OverloadedError):
             errors[0].retry_after = self._loads.of(JobId.parse(envelopes[0].id).pool).retry_after()
         raise errors[0]

@@ -58,7 +58,8 @@ async def submit_job(request: Request) -> Response:
     deadline_s = settings.deadline_s if order.deadline_s is None else order.deadline_s
     entered = await services.entrance.enter(caller_of(request).tenant, prepared, repeat)
     jobs = entered.prepared.envelopes
-    await services.submitter.submit(jobs, Lifetime(deadline_s, settings.max_run_s, settings.retention_s))
+    lifetime = Lifetime(deadline_s, settings.max_run_s, settings.retention_s)
+    await services.submitter.submit(jobs, lifetime, keep=repeat is not None)
     envelope = jobs[0]
     request.scope["state"]["job_id"] = envelope.id
     headers = {"location": f"/v1/jobs/{envelope.id}", "x-ropeway-job-id": envelope.id, **entered.headers}

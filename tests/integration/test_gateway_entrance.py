@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from shared import keys
+from shared.errors import ServiceUnavailableError
 from shared.keys import JobId
 from tests.integration.gateway_harness import Gateway, chat, completion, events, running, serve
 from tests.unit.gateway import support
@@ -67,6 +68,25 @@ async def test_a_client_that_comes_back_finds_its_job_going_on(redis_url: str) -
         await asyncio.sleep(0.1)
         await job.answer("there")
         assert (await again).json()["choices"][0]["message"]["content"] == "there"
+
+
+async def test_a_lost_answer_to_the_submit_does_not_end_the_job_that_the_repeat_finds(redis_url: str) -> None:
+    async with serve(redis_url) as g:
+        submit = g.services.store.submit
+
+        async def loses_the_answer(*args: Any, **kwargs: Any) -> Any:
+            g.services.store.submit = submit  # type: ignore[method-assign]
+            await submit(*args, **kwargs)
+            raise ServiceUnavailableError("the connection was lost")
+
+        g.services.store.submit = loses_the_answer  # type: ignore[method-assign]
+        assert (await post(g, chat())).status_code == 503
+        again = post(g, chat())
+        job = await g.worker.pull()
+        await g.services.submitter.idle()
+        await job.answer("there")
+        assert (await again).json()["choices"][0]["message"]["content"] == "there"
+        assert (await g.store.status(job.id))[0] == "completed"
 
 
 async def test_of_many_at_once_there_is_one_job(redis_url: str) -> None:
