@@ -181,7 +181,7 @@ class Weather:
     async def _restart_redis(self, disturbance: Disturbance) -> Hit:
         async with self._redis_lock:
             hit = Hit("restart_redis", "redis", time.monotonic())
-            await self._fleet.restart_redis(self._times.lease_s * disturbance.seconds)
+            await self._fleet.restart_redis(3 * self._times.lease_s * disturbance.seconds)
         return hit
 
 
