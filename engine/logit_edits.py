@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.penalties import BatchPenalties, Occurrences, has_penalties
@@ -30,16 +33,29 @@ class LogitEdits:
 
     Attributes:
         sequence: whose they are.
+        outside: [width] bool: ids that are not allowed; None if all are.
         banned: ids that must never be chosen.
+        biased, bias: ids, each once, and what is added to their logits.
         occurrences: for the penalties; None if there are none.
     """
 
-    def __init__(self, sequence: Sequence, encode: Callable[[str], list[int]]) -> None:
+    def __init__(
+        self, sequence: Sequence, encode: Callable[[str], list[int]], width: int, device: torch.device
+    ) -> None:
+        """`width` is that of the logits, `encode` gives the ids of a text."""
+        params = sequence.params
         self.sequence = sequence
+        self.outside: torch.Tensor | None = None
+        if params.allowed_token_ids is not None:
+            self.outside = torch.ones(width, dtype=torch.bool, device=device)
+            self.outside[torch.tensor(params.allowed_token_ids, device=device)] = False
+        spellings = [ids for word in params.bad_words or [] for ids in _spellings(word, encode)]
+        self.banned = np.array([ids[0] for ids in spellings if len(ids) == 1], dtype=np.int64)
+        bias = params.logit_bias or {}
+        self.biased = np.array(list(bias), dtype=np.int64)
+        self.bias = np.array(list(bias.values()), dtype=np.float32)
         self.occurrences = Occurrences(sequence) if has_penalties(sequence) else None
-        self._ends = list(sequence.eos_token_ids.union(sequence.params.stop_token_ids or ()))
-        spellings = [ids for word in sequence.params.bad_words or [] for ids in _spellings(word, encode)]
-        self.banned = [ids[0] for ids in spellings if len(ids) == 1]
+        self._ends = list(sequence.eos_token_ids.union(params.stop_token_ids or ()))
         # Bad words of several tokens by their last but one, as (all but the last, the last).
         self._phrases: dict[int, list[tuple[list[int], int]]] = {}
         for *beginning, last in spellings:
@@ -75,20 +91,17 @@ class BatchEdits:
         self.edits, self.rows = edits, rows
         self.sequences = [each.sequence for each in edits]
         self._width, self._device = width, device
-        params = [(row, each.sequence.params) for row, each in zip(rows, edits, strict=True)]
-        self._outside = [(row, self._mask(p.allowed_token_ids)) for row, p in params if p.allowed_token_ids is not None]
-        bias = {row * width + token: value for row, p in params for token, value in (p.logit_bias or {}).items()}
-        self._biased = torch.tensor(list(bias), dtype=torch.int64, device=device)
-        self._bias = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
-        banned = [row * width + token for row, each in zip(rows, edits, strict=True) for token in each.banned]
-        self._banned = torch.tensor(banned, dtype=torch.int64, device=device)
+        placed = list(zip(rows, edits, strict=True))
+        self._outside = [(row, each.outside) for row, each in placed if each.outside is not None]
+        self._banned = self._tensor([row * width + each.banned for row, each in placed])
+        self._biased = self._tensor([row * width + each.biased for row, each in placed])
+        self._bias = self._tensor([each.bias for each in edits])
         self._penalties = BatchPenalties(
-            [(row, each.occurrences) for row, each in zip(rows, edits, strict=True) if each.occurrences is not None]
+            [(row, each.occurrences) for row, each in placed if each.occurrences is not None]
         )
 
-    def _mask(self, allowed: list[int]) -> torch.Tensor:
-        mask = torch.ones(self._width, dtype=torch.bool, device=self._device)
-        return mask.index_fill_(0, torch.tensor(allowed, device=self._device), False)
+    def _tensor(self, parts: list[npt.NDArray[Any]]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(self._device)
 
     def apply(self, ops: Ops, logits: torch.Tensor) -> None:
         """Edit float32 logits in place, for the next token of each sequence."""

@@ -43,22 +43,25 @@ def logprob_entries(ops: Ops, x: BlockedLogits, tokens: list[int], counts: list[
         counts: how many of the row's best tokens the entry names; no more than there are.
     """
     own = x.values.gather(1, torch.tensor(tokens, device=x.values.device).unsqueeze(1)).squeeze(1)
-    ranks = ops.count_above(x, own).tolist()
-    # Sums are taken for all rows at once, logarithms one by one: so they are the same for each number of rows.
-    norms = [best + math.log(total) for best, total in zip(x.best.tolist(), ops.sum_exp(x).tolist(), strict=True)]
+    ranks = ops.count_above(x, own).add_(1).tolist()
+    norm = ops.log_sum_exp(x)
     most = min(max(counts), x.vocab)
-    largest, ids = (part.tolist() for part in ops.largest(x, most)) if most else ([[]] * len(tokens),) * 2
+    ids: list[list[int]] = [[]] * len(tokens)
+    values: list[list[float]] = [[]] * len(tokens)
+    if most:
+        largest, found = ops.largest(x, most)
+        ids, values = found.tolist(), _logprobs(largest, norm.unsqueeze(1)).tolist()
     return [
         LogprobEntry(
             token_id=token,
-            logprob=_logprob(logit, norm),
-            rank=above + 1,
-            top=[(ids[row][k], _logprob(largest[row][k], norm), k + 1, b"") for k in range(min(counts[row], most))],
+            logprob=logprob,
+            rank=rank,
+            top=[(ids[row][k], values[row][k], k + 1, b"") for k in range(min(counts[row], most))],
         )
-        for row, (token, logit, norm, above) in enumerate(zip(tokens, own.tolist(), norms, ranks, strict=True))
+        for row, (token, logprob, rank) in enumerate(zip(tokens, _logprobs(own, norm).tolist(), ranks, strict=True))
     ]
 
 
-def _logprob(logit: float, norm: float) -> float:
+def _logprobs(logits: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
     # Rounding may leave a certain token a hair above 0.
-    return max(min(logit - norm, 0.0), LOGPROB_FLOOR)
+    return (logits.double() - norm).clamp_(LOGPROB_FLOOR, 0.0)

@@ -18,12 +18,13 @@ from kernels.ops import Ops
 from kernels.reference.sampling import uniforms
 from shared.errors import InvalidRequestError, RopewayError
 
-_FLOAT32_MAX = torch.finfo(torch.float32).max
+#: A temperature that makes the best logit larger than this is greedy; half, since it is rounded to a float32 itself.
+_LARGEST = torch.finfo(torch.float32).max / 2
 
 
 def _draws(sequence: Sequence, maximum: float) -> bool:
     """Whether a row is drawn: not if it is greedy, nor if its temperature would take its logits out of their range."""
-    return not sequence.params.greedy and abs(maximum) / sequence.params.temperature < _FLOAT32_MAX
+    return not sequence.params.greedy and abs(maximum) / sequence.params.temperature < _LARGEST
 
 
 class Sampler:
@@ -88,33 +89,41 @@ class Sampler:
         if places:
             drawn = [rows[place] for place in places]
             for row, token in zip(drawn, self._draw(x.select(places), [sequences[row] for row in drawn]), strict=True):
-                tokens[row] = tokens[row] if token is None else token
+                tokens[row] = token
 
     def _edit(self, raw: BlockedLogits, rows: list[int], edited: list[int], sequences: list[Sequence]) -> BlockedLogits:
         """Some rows' logits, of which some are edited."""
-        places = [place for place, row in enumerate(rows) if row in set(edited)]
-        chosen = [sequences[row] for row in edited]
-        edits = self._edits
-        if edits is None or edits.rows != places or edits.sequences != chosen:
-            # What belongs to sequences that are gone, or pause, goes with the old edits.
-            known = {} if edits is None else dict(zip(edits.sequences, edits.edits, strict=True))
-            each = [known.get(sequence) or LogitEdits(sequence, self._encode) for sequence in chosen]
-            edits = self._edits = BatchEdits(each, places, raw.values.shape[1], raw.values.device)
+        place = {row: place for place, row in enumerate(rows)}
         values = raw.values.index_select(0, torch.tensor(rows, device=raw.values.device))
-        edits.apply(self._ops, values)
+        self._edits_of([sequences[row] for row in edited], [place[row] for row in edited], values).apply(
+            self._ops, values
+        )
         return BlockedLogits.of_padded(values, raw.vocab)
 
-    def _draw(self, x: BlockedLogits, sequences: list[Sequence]) -> list[int | None]:
-        """A token of each row; None where the filters leave only the maximum: then a tie is broken as if greedy."""
+    def _edits_of(self, sequences: list[Sequence], rows: list[int], values: torch.Tensor) -> BatchEdits:
+        """The edits of these sequences, which are those of the last step as long as nobody comes or goes."""
+        edits, width, device = self._edits, values.shape[1], values.device
+        if edits is None or edits.rows != rows or edits.sequences != sequences:
+            # What belongs to sequences that are gone, or pause, goes with the old edits.
+            known = {} if edits is None else dict(zip(edits.sequences, edits.edits, strict=True))
+            each = [known.get(one) or LogitEdits(one, self._encode, width, device) for one in sequences]
+            edits = self._edits = BatchEdits(each, rows, width, device)
+        return edits
+
+    def _draw(self, x: BlockedLogits, sequences: list[Sequence]) -> list[int]:
+        """A token of each row."""
         params = [sequence.params for sequence in sequences]
-        temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=x.values.device)
-        threshold = self._ops.keep_threshold(
-            x, temperature, [p.top_k for p in params], [p.top_p for p in params], [p.min_p for p in params]
-        )
         uniform = uniforms([s.seed for s in sequences], [s.index for s in sequences], [s.output_len for s in sequences])
-        picked = self._ops.draw(x, temperature, threshold, torch.from_numpy(uniform).to(x.values.device)).tolist()
-        alone = (threshold >= x.best / temperature).tolist()
-        return [None if single else token for token, single in zip(picked, alone, strict=True)]
+        temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32)
+        tokens, _ = self._ops.draw(
+            x,
+            temperature.to(x.values.device),
+            [p.top_k for p in params],
+            [p.top_p for p in params],
+            [p.min_p for p in params],
+            torch.from_numpy(uniform).to(x.values.device),
+        )
+        return tokens.tolist()
 
     def _logprobs(
         self,

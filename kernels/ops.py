@@ -28,14 +28,13 @@ class Ops:
     count_above: Callable[..., Any]
     draw: Callable[..., Any]
     gated_linear: Callable[..., Any]
-    keep_threshold: Callable[..., Any]
     largest: Callable[..., Any]
     linear: Callable[..., Any]
+    log_sum_exp: Callable[..., Any]
     paged_attention: Callable[..., Any]
     rms_norm: Callable[..., Any]
     rotary: Callable[..., Any]
     silu_and_mul: Callable[..., Any]
-    sum_exp: Callable[..., Any]
     write_kv: Callable[..., Any]
 
 

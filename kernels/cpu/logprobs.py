@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
 from kernels.blocked import BLOCK, BlockedLogits
-from kernels.cpu.blocks import Floats, Ints, pairs, take
+from kernels.cpu.tempered import OFF, Tempered, pairs, take
 from kernels.ops import register
-
-_LOW = 0xFFFFFFFF
 
 
 @register("argmax", "cpu")
@@ -20,38 +20,33 @@ def argmax(x: BlockedLogits) -> torch.Tensor:
     return inside.add_(torch.from_numpy(block), alpha=BLOCK)
 
 
+@register("log_sum_exp", "cpu")
+def log_sum_exp(x: BlockedLogits) -> torch.Tensor:
+    """Contract of the reference."""
+    rows = Tempered.of(x)
+    total = rows.weights().sum(-1).double().cumsum(-1)[:, -1]
+    return torch.tensor([math.log(each) for each in total.tolist()], dtype=torch.float64) + torch.from_numpy(
+        rows.shift()
+    )
+
+
 @register("largest", "cpu")
 def largest(x: BlockedLogits, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Contract of the reference.
 
-    The `count` best blocks, of equal maxima the first ones, hold the `count` best tokens: each of those blocks has one
-    that is larger than all of another block, or as large and before it.
+    The `count` best blocks have a logit each that is no less than the last of their maxima.
     """
     rows, blocks = x.peaks.shape
-    if count < blocks:
-        keys = _best(_keys(x.peaks.numpy(), np.arange(blocks)), count)
-        block = _LOW - (keys & _LOW)
-        values = take(x, np.repeat(np.arange(rows), count), block.reshape(-1)).view(rows, -1).numpy()
-        ids = (block[:, :, None] * BLOCK + np.arange(BLOCK)).reshape(rows, -1)
-    else:
-        values, ids = x.values.numpy(), np.arange(x.values.shape[1])
-    token = torch.from_numpy(_LOW - (_best(_keys(values, ids), count) & _LOW))
-    return x.values.gather(1, token), token
-
-
-def _keys(values: Floats, ids: Ints) -> Ints:
-    """Numbers in the order of the values, and for equal values against the order of ids: no two are equal."""
-    # Added, 0 turns -0 into 0. The bits of a negative number run against its value.
-    bits = (values + np.float32(0.0)).view(np.int32).astype(np.int64)
-    bits = np.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return (bits << 32) | (_LOW - ids)
-
-
-def _best(keys: Ints, count: int) -> Ints:
-    """The `count` largest of each row, descending."""
-    if count < keys.shape[1]:
-        keys = np.partition(keys, keys.shape[1] - count, axis=1)[:, -count:]
-    return np.sort(keys, axis=1)[:, ::-1]
+    limit = np.full(rows, OFF, dtype=np.float32)
+    if count <= blocks:
+        limit = np.sort(x.peaks.numpy(), axis=1)[:, -count]
+    kept = Tempered.of(x).kept(limit)
+    ids = np.empty((rows, count), dtype=np.int64)
+    for some, values in kept.padded():
+        order = np.argsort(-values, axis=1, kind="stable")[:, :count]
+        ids[some] = kept.ids(some[:, None], order)
+    found = torch.from_numpy(ids)
+    return x.values.gather(1, found), found
 
 
 @register("count_above", "cpu")

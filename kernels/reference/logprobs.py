@@ -1,9 +1,11 @@
-"""What log probabilities are made of: each row's best tokens, the sum below its softmax, and ranks.
+"""What log probabilities are made of: each row's best tokens, the sum that its softmax divides by, and ranks.
 
 As in sampling, a row's results do not depend, bit for bit, on other rows or on their number.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -17,12 +19,14 @@ def argmax(x: BlockedLogits) -> torch.Tensor:
     return x.values.max(-1).indices
 
 
-@register("sum_exp", "reference")
-def sum_exp(x: BlockedLogits) -> torch.Tensor:
-    """[rows] float64: the sum of exp(logit - maximum). The maxima are finite."""
-    # A running sum goes from block to block, in one order however many rows there are.
-    blocks = (x.blocks - x.best.view(-1, 1, 1)).exp_().sum(-1)
-    return blocks.double().cumsum(-1)[:, -1]
+@register("log_sum_exp", "reference")
+def log_sum_exp(x: BlockedLogits) -> torch.Tensor:
+    """[rows] float64: the logarithm of the sum of exp(logit), whose maximum is finite."""
+    # A running sum goes from block to block, in one order however many rows there are; and an array's logarithms may
+    # depend on its length in the last bit.
+    total = (x.blocks - x.best.view(-1, 1, 1)).exp_().sum(-1).double().cumsum(-1)[:, -1]
+    logs = [math.log(each) for each in total.tolist()]
+    return torch.tensor(logs, dtype=torch.float64, device=total.device) + x.best
 
 
 @register("largest", "reference")

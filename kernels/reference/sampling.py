@@ -80,43 +80,58 @@ def apply_penalties(
     flat.index_copy_(0, index, values)
 
 
-@register("keep_threshold", "reference")
-def keep_threshold(
-    x: BlockedLogits, temperature: torch.Tensor, top_k: list[int], top_p: list[float], min_p: list[float]
-) -> torch.Tensor:
-    """The least logit that each row's filters keep: min-p, then top-k, then top-p over what those leave.
+@register("draw", "reference")
+def draw(
+    x: BlockedLogits,
+    temperature: torch.Tensor,
+    top_k: list[int],
+    top_p: list[float],
+    min_p: list[float],
+    uniform: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inverse-transform sampling over the tokens that the filters keep, in order of their ids.
 
-    Tokens that tie with the last one kept are kept too.
+    The filters are min-p, then top-k, then top-p over what those leave. Tokens that tie with the last one kept are kept
+    too. Where nothing below the maximum is kept, the arg-max of the logits is taken, as without a draw.
 
     Args:
         x: may hold -inf; each row's maximum is finite, also when divided by the temperature.
-        temperature: [rows] float32, above 0.
+        temperature: [rows] float32, above 0; the logits are divided by it first.
         top_k: 0 is off, as is the vocabulary's size or more.
         top_p: in (0, 1]; 1 is off.
         min_p: in [0, 1]; 0 is off.
+        uniform: [rows] float64 in [0, 1).
 
     Returns:
-        [rows] float32, of logits divided by the temperature; -inf where nothing is filtered, never above the maximum.
+        [rows] int64 token ids, and [rows] float32: the least quotient that is kept, -inf where no filter is on.
     """
     values = x.values / temperature.unsqueeze(1)
     best = values.amax(-1)
+    threshold = _thresholds(values, x.vocab, top_k, top_p, min_p)
+    weight = (values - best.unsqueeze(1)).exp_()
+    weight.masked_fill_(values < threshold.unsqueeze(1), 0.0)
+    token, _ = search(weight.double(), uniform, None)
+    return torch.where(threshold >= best, x.values.max(-1).indices, token), threshold
+
+
+def _thresholds(
+    values: torch.Tensor, vocab: int, top_k: list[int], top_p: list[float], min_p: list[float]
+) -> torch.Tensor:
+    """[rows]: the least of [rows, width] logits, divided by temperature, that the filters keep; -inf: all."""
+    off, device = float("-inf"), values.device
     ordered = values.sort(dim=-1, descending=True).values
-    off = float("-inf")
+    best = ordered[:, 0]
     least = [math.log(p) if p > 0.0 else off for p in min_p]
-    threshold = best + torch.tensor(least, dtype=torch.float32, device=best.device)
-    with_k = [0 < k < x.vocab for k in top_k]
-    last = torch.tensor([k - 1 if on else 0 for k, on in zip(top_k, with_k, strict=True)], device=best.device)
+    threshold = best + torch.tensor(least, dtype=torch.float32, device=device)
+    with_k = [0 < k < vocab for k in top_k]
+    last = torch.tensor([k - 1 if on else 0 for k, on in zip(top_k, with_k, strict=True)], device=device)
     kth = ordered.gather(1, last.unsqueeze(1)).squeeze(1)
-    threshold = torch.maximum(threshold, kth.masked_fill(~torch.tensor(with_k, device=best.device), off))
-    with_p = [row for row, p in enumerate(top_p) if p < 1.0]
-    if with_p:
-        rows = torch.tensor(with_p, device=best.device)
-        p = torch.tensor([top_p[row] for row in with_p], dtype=torch.float64, device=best.device)
-        threshold[rows] = nucleus(ordered[rows], best[rows], threshold[rows], p)
-    return threshold
+    threshold = torch.maximum(threshold, kth.masked_fill(~torch.tensor(with_k, device=device), off))
+    p = torch.tensor(top_p, dtype=torch.float64, device=device)
+    return torch.where(p < 1.0, _nucleus(ordered, best, threshold, p), threshold)
 
 
-def nucleus(ordered: torch.Tensor, best: torch.Tensor, threshold: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+def _nucleus(ordered: torch.Tensor, best: torch.Tensor, threshold: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """The least logit of the smallest set, among those at or above the threshold, that has the share `p` of their mass.
 
     `ordered` is [rows, n], descending; the others are [rows].
@@ -125,25 +140,6 @@ def nucleus(ordered: torch.Tensor, best: torch.Tensor, threshold: torch.Tensor, 
     mass = (kept - best.unsqueeze(1)).exp().double().cumsum(-1)
     last = (mass >= p.unsqueeze(1) * mass[:, -1:]).byte().argmax(-1, keepdim=True)
     return kept.gather(1, last).squeeze(1)
-
-
-@register("draw", "reference")
-def draw(x: BlockedLogits, temperature: torch.Tensor, threshold: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Inverse-transform sampling over the tokens at or above the threshold, in order of their ids.
-
-    Args:
-        x: each row's maximum is finite, also when divided by the temperature.
-        temperature: [rows] float32, above 0.
-        threshold: [rows] float32, of logits divided by the temperature; at most their maximum.
-        uniform: [rows] float64 in [0, 1).
-
-    Returns:
-        [rows] int64 token ids.
-    """
-    values = x.values / temperature.unsqueeze(1)
-    weight = (values - values.amax(-1, keepdim=True)).exp_()
-    weight.masked_fill_(values < threshold.unsqueeze(1), 0.0)
-    return search(weight.double(), uniform, None)[0]
 
 
 def search(

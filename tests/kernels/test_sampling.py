@@ -74,33 +74,31 @@ def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def threshold(
-    backend: str,
-    logits: torch.Tensor,
-    top_k: list[int],
-    top_p: list[float],
-    min_p: list[float],
-    temperature: torch.Tensor | None = None,
-) -> torch.Tensor:
-    kernel = implementation("keep_threshold", backend)
-    assert kernel is not None
-    if temperature is None:
-        temperature = torch.ones(len(logits))
-    return kernel(BlockedLogits.of(logits), temperature, top_k, top_p, min_p)
-
-
 def draw(
     backend: str,
     logits: torch.Tensor,
-    limits: torch.Tensor,
     uniform: torch.Tensor,
+    top_k: list[int] | None = None,
+    top_p: list[float] | None = None,
+    min_p: list[float] | None = None,
     temperature: torch.Tensor | None = None,
-) -> torch.Tensor:
-    kernel = implementation("draw", backend)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    kernel, rows = implementation("draw", backend), len(logits)
     assert kernel is not None
-    if temperature is None:
-        temperature = torch.ones(len(logits))
-    return kernel(BlockedLogits.of(logits), temperature, limits, uniform)
+    return kernel(
+        BlockedLogits.of(logits),
+        torch.ones(rows) if temperature is None else temperature,
+        top_k or [0] * rows,
+        top_p or [1.0] * rows,
+        min_p or [0.0] * rows,
+        uniform,
+    )
+
+
+def threshold(
+    backend: str, logits: torch.Tensor, top_k: list[int], top_p: list[float], min_p: list[float]
+) -> torch.Tensor:
+    return draw(backend, logits, torch.zeros(len(logits), dtype=torch.float64), top_k, top_p, min_p)[1]
 
 
 def off(rows: int) -> torch.Tensor:
@@ -146,12 +144,11 @@ def test_cpu_filters_and_draws_are_those_of_the_reference(vocab: int, dtype: tor
     top_k, top_p, min_p = mixed_filters(rows, vocab, seed=vocab + 1)
     # With little left out, the two add up the vocabulary in other orders, and may differ by a token without weight.
     top_p = [min(p, 0.999) if p < 1.0 else p for p in top_p]
-    limits = threshold("cpu", logits, top_k, top_p, min_p, temperature)
-    assert torch.equal(limits, threshold("reference", logits, top_k, top_p, min_p, temperature))
     uniform = torch.rand(rows, dtype=torch.float64)
-    assert torch.equal(
-        draw("cpu", logits, limits, uniform, temperature), draw("reference", logits, limits, uniform, temperature)
-    )
+    tokens, limits = draw("cpu", logits, uniform, top_k, top_p, min_p, temperature)
+    expected_tokens, expected_limits = draw("reference", logits, uniform, top_k, top_p, min_p, temperature)
+    assert torch.equal(limits, expected_limits)
+    assert torch.equal(tokens, expected_tokens)
 
 
 def test_a_row_is_filtered_alike_alone_and_in_a_batch(backend: str) -> None:
@@ -190,51 +187,60 @@ def test_no_filter_filters_nothing(backend: str) -> None:
     assert torch.equal(threshold(backend, logits, [0, 50], [1.0, 1.0], [0.0, 0.0]), off(2))
 
 
-def test_draw_is_the_inverse_of_the_distribution_in_order_of_ids(backend: str) -> None:
-    probabilities = [0.1, 0.0, 0.2, 0.4, 0.3]
-    logits = torch.tensor([probabilities]).log()
+@pytest.mark.parametrize("min_p", [0.0, 1e-9])
+def test_draw_is_the_inverse_of_the_distribution_in_order_of_ids(backend: str, min_p: float) -> None:
+    logits = torch.tensor([[0.1, 0.0, 0.2, 0.4, 0.3]]).log()
     points = [0.0, 0.0999, 0.1001, 0.2999, 0.3001, 0.6999, 0.7001, 1 - 2.0**-53]
-    for limits in (off(1), torch.tensor([-20.0])):
-        tokens = [int(draw(backend, logits, limits, torch.tensor([u], dtype=torch.float64))) for u in points]
-        assert tokens == [0, 0, 2, 2, 3, 3, 4, 4]
+    tokens = [int(draw(backend, logits, torch.tensor([u], dtype=torch.float64), min_p=[min_p])[0]) for u in points]
+    assert tokens == [0, 0, 2, 2, 3, 3, 4, 4]
 
 
-def test_draw_over_a_long_vocabulary_is_that_of_one_running_sum(backend: str) -> None:
+@pytest.mark.parametrize("k", [0, 13 * BLOCK // 2])
+def test_draw_over_a_long_vocabulary_is_that_of_one_running_sum(backend: str, k: int) -> None:
     torch.manual_seed(5)
     rows, vocab = 300, 13 * BLOCK + 7
     logits = torch.randn(rows, vocab) * 3
     logits[::3, 4 * BLOCK : 8 * BLOCK] = float("-inf")  # blocks without any weight
     uniform = torch.rand(rows, dtype=torch.float64)
     uniform[:2] = torch.tensor([0.0, 1 - 2.0**-53])
-    for limits in (off(rows), logits.topk(vocab // 2).values[:, -1]):
-        tokens = draw(backend, logits, limits, uniform)
-        weight = logits.double().softmax(-1).masked_fill(logits < limits.unsqueeze(1), 0.0)
-        weight /= weight.sum(-1, keepdim=True)
-        token = tokens.unsqueeze(1)
-        upper = weight.cumsum(-1).gather(1, token).squeeze(1)
-        lower = upper - weight.gather(1, token).squeeze(1)
-        assert bool(((uniform >= lower - 1e-6) & (uniform <= upper + 1e-6)).all())
-        assert bool(logits.gather(1, token).isfinite().all())
+    tokens, limits = draw(backend, logits, uniform, top_k=[k] * rows)
+    weight = logits.double().softmax(-1).masked_fill(logits < limits.unsqueeze(1), 0.0)
+    weight /= weight.sum(-1, keepdim=True)
+    token = tokens.unsqueeze(1)
+    upper = weight.cumsum(-1).gather(1, token).squeeze(1)
+    lower = upper - weight.gather(1, token).squeeze(1)
+    assert bool(((uniform >= lower - 1e-6) & (uniform <= upper + 1e-6)).all())
+    assert bool(logits.gather(1, token).isfinite().all())
 
 
 def test_draw_stays_within_what_is_kept(backend: str) -> None:
     torch.manual_seed(1)
     logits = torch.randn(200, 64)
-    limits = logits.topk(3).values[:, -1]
-    tokens = draw(backend, logits, limits, torch.rand(200, dtype=torch.float64))
+    tokens, limits = draw(backend, logits, torch.rand(200, dtype=torch.float64), top_k=[3] * 200)
+    assert torch.equal(limits, logits.topk(3).values[:, -1])
     assert bool((logits.gather(1, tokens.unsqueeze(1)).squeeze(1) >= limits).all())
+
+
+def test_where_only_the_maximum_is_kept_the_first_token_that_has_it_is_taken(backend: str) -> None:
+    logits = torch.zeros(3, 200)
+    logits[:, [150, 70, 90]] = 1.0
+    # One step of float32 above, which the division takes away.
+    logits[1, 150] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
+    uniform = torch.tensor([0.99, 0.0, 0.99], dtype=torch.float64)
+    tokens, _ = draw(backend, logits, uniform, [1, 1, 0], [1.0, 1.0, 1e-9], temperature=torch.full((3,), 1.7))
+    assert tokens.tolist() == [70, 150, 70]
 
 
 def test_temperature_divides_before_anything_is_filtered_or_drawn(backend: str) -> None:
     torch.manual_seed(2)
     logits = torch.randn(50, 300) * 2
     temperature = torch.rand(50) * 3 + 0.1
-    top_k, top_p, min_p = [40] * 50, [0.8] * 50, [0.01] * 50
-    divided = logits / temperature.unsqueeze(1)
-    limits = threshold(backend, logits, top_k, top_p, min_p, temperature)
-    assert torch.equal(limits, threshold(backend, divided, top_k, top_p, min_p))
     uniform = torch.rand(50, dtype=torch.float64)
-    assert torch.equal(draw(backend, logits, limits, uniform, temperature), draw(backend, divided, limits, uniform))
+    filters: tuple[list[int], list[float], list[float]] = [40] * 50, [0.8] * 50, [0.01] * 50
+    tokens, limits = draw(backend, logits, uniform, *filters, temperature)
+    expected_tokens, expected_limits = draw(backend, logits / temperature.unsqueeze(1), uniform, *filters)
+    assert torch.equal(tokens, expected_tokens)
+    assert torch.equal(limits, expected_limits)
 
 
 def test_penalties_are_those_of_their_definitions() -> None:
