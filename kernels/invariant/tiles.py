@@ -39,7 +39,7 @@ class Tiled:
 
     def __call__(self, *inputs: torch.Tensor) -> Tensors:
         """Any number of rows, at least one; the inputs agree in it."""
-        rows = len(inputs[0])
+        rows = inputs[0].shape[0]
         tiles = cover(self.sizes, rows)
         if len(tiles) == 1:
             outputs = self._run(*(_tile(x, 0, tiles[0]) for x in inputs))
@@ -65,12 +65,13 @@ def cover(sizes: tuple[int, ...], rows: int) -> tuple[int, ...]:
 
 def _tile(x: torch.Tensor, first: int, size: int) -> torch.Tensor:
     """Rows from `first` on, zeros behind the last; where the device's kernels may choose by address, always aligned."""
-    missing = first + size - len(x)
+    rows = x.shape[0]
+    missing = first + size - rows
     if missing > 0:
         tile = x.new_zeros(size, *x.shape[1:])
         tile.narrow(0, 0, size - missing).copy_(x.narrow(0, first, size - missing))
         return tile
-    tile = x if len(x) == size else x.narrow(0, first, size)
+    tile = x if rows == size else x.narrow(0, first, size)
     return tile if tile.data_ptr() % _ALIGNMENT == 0 and tile.is_contiguous() else tile.clone().contiguous()
 
 

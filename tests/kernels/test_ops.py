@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from kernels.ops import BACKENDS, Ops, implementation, ops_for, register
+from kernels.ops import BACKENDS, INVARIANT, Ops, implementation, ops_for, register
 
 OPERATIONS = [field.name for field in fields(Ops)]
 
@@ -26,6 +26,16 @@ def test_device_gets_its_preferred_implementation(device: str) -> None:
 
 def test_cpu_paths_win_over_references() -> None:
     assert ops_for("cpu").rms_norm is not ops_for("cuda").rms_norm
+
+
+@pytest.mark.parametrize("device", sorted(BACKENDS))
+def test_deterministic_mode_takes_what_is_invariant(device: str) -> None:
+    ops, plain = ops_for(device, deterministic=True), ops_for(device)
+    for operation in OPERATIONS:
+        invariant = implementation(operation, INVARIANT)
+        assert getattr(ops, operation) is (getattr(plain, operation) if invariant is None else invariant)
+    assert ops.linear is not plain.linear
+    assert ops.paged_attention is not plain.paged_attention
 
 
 def test_unknown_device_is_refused() -> None:
