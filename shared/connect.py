@@ -20,7 +20,14 @@ from redis.retry import Retry
 from shared.calls import AsyncClient, SyncClient
 from shared.cluster import Cluster, SyncCluster, node_name
 from shared.errors import InvalidRequestError
-from shared.pools import AnyNodeConnection, AnyNodeSSLConnection, AsyncSentinelPool, SentinelPool, set_up
+from shared.pools import (
+    AnyNodeConnection,
+    AnyNodeSSLConnection,
+    AsyncSentinelPool,
+    SentinelPool,
+    failing_in_order,
+    set_up,
+)
 from shared.redis_url import Address, RedisUrl, parse
 from shared.slot_map import SlotMap
 
@@ -137,6 +144,8 @@ def _pool(kind: Callable[..., _Pool], settings: Settings) -> _Pool:
     """A pool, of which one connection was made (and not opened): only then redis-py looks at the options."""
     try:
         pool: Any = kind(**settings)
+        if issubclass(pool.connection_class, AbstractConnection):
+            pool.connection_class = failing_in_order(pool.connection_class)
         pool.connection_class(**pool.connection_kwargs)
     except (TypeError, ValueError, redis.RedisError) as error:
         _, unknown, name = str(error).rpartition("unexpected keyword argument ")
