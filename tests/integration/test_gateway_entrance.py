@@ -141,7 +141,7 @@ async def test_who_died_before_the_submit_is_finished_by_the_next(redis_url: str
         order = {"kind": "completion", "body": completion()}
         job_id = JobId.parse((await post(g, order, path="jobs")).json()["id"])
         await g.store.cancel(str(job_id))
-        await g.services.store._redis.delete(keys.job(job_id))  # as if it had never come to the submit
+        await g.services.store._ask("DEL", keys.job(job_id))  # as if it had never come to the submit
         again = await post(g, order, path="jobs")
         assert again.json()["id"] == str(job_id)
         assert again.headers.get("idempotent-replayed") is None

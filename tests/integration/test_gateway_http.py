@@ -14,11 +14,11 @@ import httpx
 import pytest
 
 from shared import logs
-from shared.connect import connect
 from shared.errors import ServiceUnavailableError
 from shared.protocol import ErrorInfo
 from tests.integration.gateway_harness import Gateway, chat, completion, serve
 from tests.support.redis_server import RedisServer
+from tests.support.redis_topology import raw_client
 from tests.unit.gateway import support
 
 
@@ -436,7 +436,7 @@ async def fail(gateway: Gateway, body: dict[str, Any], headers: dict[str, str]) 
 
 async def everything(gateway: Gateway) -> bytes:
     """All that Redis holds, keys and values."""
-    client: Any = connect(gateway.redis_url)
+    client = await raw_client(gateway.redis_url)
     readers = {b"string": client.get, b"hash": client.hgetall, b"set": client.smembers, b"stream": client.xrange}
     found: list[Any] = []
     async for key in client.scan_iter("*"):

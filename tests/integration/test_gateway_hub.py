@@ -7,17 +7,16 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import redis.asyncio
 
 from gateway.errors import JobLostError
 from gateway.following import Follower
 from shared import keys
-from shared.connect import connect
 from shared.errors import ServiceUnavailableError
 from shared.keys import JobId
 from shared.protocol import Frame
 from tests.integration.gateway_harness import Gateway, Running, chat, completion, events, serve
 from tests.support.redis_server import RedisServer
+from tests.support.redis_topology import kill_clients, raw_client
 
 
 @pytest.fixture
@@ -27,8 +26,8 @@ async def gateway(redis_url: str) -> AsyncIterator[Gateway]:
 
 
 @pytest.fixture
-async def admin(redis_url: str) -> AsyncIterator[redis.asyncio.Redis]:
-    client = connect(redis_url)
+async def admin(redis_url: str) -> AsyncIterator[Any]:
+    client = await raw_client(redis_url)
     yield client
     await client.aclose()
 
@@ -53,9 +52,9 @@ def text(frames: list[Frame]) -> str:
     return "".join(c.text for f in frames for c in f.choices)
 
 
-async def kill_pubsub(admin: redis.asyncio.Redis, gateway: Gateway) -> None:
+async def kill_pubsub(admin: Any, gateway: Gateway) -> None:
     """Cut the hub's connection on the server's side."""
-    assert await admin.execute_command("CLIENT", "KILL", "TYPE", "pubsub") >= 1
+    assert await kill_clients(admin, "pubsub") >= 1
 
 
 def sample(gateway: Gateway, name: str) -> float:
@@ -63,7 +62,7 @@ def sample(gateway: Gateway, name: str) -> float:
 
 
 async def test_a_job_is_submitted_only_when_its_channel_is_heard(
-    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, admin: redis.asyncio.Redis
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, admin: Any
 ) -> None:
     """The instant worker: whatever it publishes, the subscription stood before the job was there."""
     submit = gateway.services.store.submit
@@ -93,7 +92,7 @@ async def test_a_subscription_that_is_not_confirmed_submits_nothing(
     assert gateway.services.hub.streams == 0
 
 
-async def test_channels_are_given_back(gateway: Gateway, admin: redis.asyncio.Redis) -> None:
+async def test_channels_are_given_back(gateway: Gateway, admin: Any) -> None:
     for _ in range(3):
         asked = asyncio.create_task(gateway.http.post("/v1/completions", json=completion(["a", "b"])))
         for _ in range(2):
@@ -105,9 +104,7 @@ async def test_channels_are_given_back(gateway: Gateway, admin: redis.asyncio.Re
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_killed_connection_in_mid_stream_loses_nothing(
-    gateway: Gateway, admin: redis.asyncio.Redis, stream: bool
-) -> None:
+async def test_a_killed_connection_in_mid_stream_loses_nothing(gateway: Gateway, admin: Any, stream: bool) -> None:
     asked = asyncio.create_task(gateway.http.post("/v1/completions", json=completion(stream=stream)))
     job = await gateway.worker.pull()
     for i in range(60):
@@ -129,9 +126,7 @@ async def test_a_killed_connection_in_mid_stream_loses_nothing(
     assert sample(gateway, "pubsub_reconnects") >= 3
 
 
-async def test_what_was_published_while_disconnected_comes_from_the_log(
-    gateway: Gateway, admin: redis.asyncio.Redis
-) -> None:
+async def test_what_was_published_while_disconnected_comes_from_the_log(gateway: Gateway, admin: Any) -> None:
     job = await submitted(gateway)
     async with await gateway.services.hub.follow([job.id]) as follower:
         await kill_pubsub(admin, gateway)
@@ -174,7 +169,7 @@ async def test_silence_is_looked_into(gateway: Gateway) -> None:
         assert text(await read(follower)) == "x"
 
 
-async def test_messages_that_come_twice_or_broken_are_dropped(gateway: Gateway, admin: redis.asyncio.Redis) -> None:
+async def test_messages_that_come_twice_or_broken_are_dropped(gateway: Gateway, admin: Any) -> None:
     job = await submitted(gateway)
     channel = keys.events(JobId.parse(job.id))
     async with await gateway.services.hub.follow([job.id]) as follower:
@@ -260,7 +255,7 @@ async def test_two_subscribers_and_one_leaves(gateway: Gateway) -> None:
             assert text(await read(stays)) == text(await read(late)) == "ab"
 
 
-async def test_leaving_and_coming_back_at_once_is_confirmed_anew(gateway: Gateway, admin: redis.asyncio.Redis) -> None:
+async def test_leaving_and_coming_back_at_once_is_confirmed_anew(gateway: Gateway, admin: Any) -> None:
     """An old confirmation must not stand for a new subscription."""
     job = await submitted(gateway)
     hub, channel = gateway.services.hub, keys.events(JobId.parse(job.id))
@@ -274,7 +269,7 @@ async def test_leaving_and_coming_back_at_once_is_confirmed_anew(gateway: Gatewa
 
 
 async def test_a_job_that_redis_forgot_ends_with_an_error(
-    gateway: Gateway, admin: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
+    gateway: Gateway, admin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = asyncio.create_task(gateway.http.post("/v1/completions", json=completion()))
     await gateway.worker.pull()
@@ -285,7 +280,7 @@ async def test_a_job_that_redis_forgot_ends_with_an_error(
 
 
 async def test_a_log_with_a_hole_ends_with_an_error(
-    gateway: Gateway, admin: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
+    gateway: Gateway, admin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = await submitted(gateway)
     await job.answer("a", "b", "c")

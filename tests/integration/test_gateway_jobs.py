@@ -204,9 +204,9 @@ async def test_ends_of_the_log(gateway: Gateway) -> None:
         assert response.status_code == 400, bad
     assert (await gateway.http.get(f"{url}?after=-1")).json()["error"]["param"] == "after"
     from shared import keys
-    from shared.connect import connect
+    from tests.support.redis_topology import raw_client
 
-    client = connect(gateway.redis_url)
+    client = await raw_client(gateway.redis_url)
     await client.delete(keys.events(JobId.parse(job_id)))
     await client.aclose()
     response = await gateway.http.get(url)

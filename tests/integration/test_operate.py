@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import redis.asyncio
 from typer.testing import CliRunner, Result
 
 from gateway.metrics import GatewayMetrics
@@ -21,25 +20,28 @@ from shared.keys import JobId
 from shared.protocol import Card, TokenizerBundle
 from shared.upkeep import Upkeep
 from tests.support.jobs import POOL, budget, check_lane, envelope
+from tests.support.redis_topology import raw_client
 from tests.support.worker_harness import harness, job
 
 
 @pytest.fixture
-async def client(valkey_url: str) -> AsyncIterator[redis.asyncio.Redis]:
-    client = connect(valkey_url)
+async def client(valkey_url: str) -> AsyncIterator[Any]:
+    client = await raw_client(valkey_url)
     yield client
     await client.aclose()
 
 
 @pytest.fixture
-async def upkeep(client: redis.asyncio.Redis) -> Upkeep:
+async def upkeep(valkey_url: str) -> AsyncIterator[Upkeep]:
     """A store with a pool of two lanes."""
-    upkeep = Upkeep(client)
+    commands = connect(valkey_url)
+    upkeep = Upkeep(commands)
     card = Card(
         pool=POOL, digest="d", lanes=2, max_model_len=64, vocab_size=100, eos_token_ids=[1], kv_tokens=64
     )  # fmt: skip
     await upkeep.put_card(card, TokenizerBundle(tokenizer_json="{}"))
-    return upkeep
+    yield upkeep
+    await commands.aclose()
 
 
 async def command(url: str, *arguments: str) -> Result:

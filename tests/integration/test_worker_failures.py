@@ -15,6 +15,7 @@ from shared.keys import JobId
 from shared.protocol import Frame
 from tests.support.faulty_worker import TRIGGER
 from tests.support.redis_server import RedisServer
+from tests.support.redis_topology import kill_clients
 from tests.support.worker_harness import LANES, POOL, Harness, WorkerProcess, expected, harness, job
 from worker.pulse import EXIT_REFUSED, EXIT_STALLED
 
@@ -213,11 +214,10 @@ async def test_lost_connections_lose_and_double_nothing(redis_url: str) -> None:
         await h.worker()
         jobs = [job(n, lane=n % 4, max_tokens=150, n=1 + n % 2) for n in range(6)]
         followers = [await h.submit(envelope) for envelope in jobs]
-        async with redis.asyncio.Redis.from_url(h.url) as admin:
-            for count in (10, 30, 60, 90, 120):
-                await followers[0].tokens(count)
-                for kind in ("normal", "pubsub"):
-                    await admin.client_kill_filter(_type=kind, skipme=True)
+        for count in (10, 30, 60, 90, 120):
+            await followers[0].tokens(count)
+            for kind in ("normal", "pubsub"):
+                await kill_clients(h.client, kind)
         for follower, envelope in zip(followers, jobs, strict=True):
             await follower.end()
             result = await _patient(lambda job_id=envelope.id: h.result(job_id))

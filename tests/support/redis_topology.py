@@ -293,6 +293,11 @@ class _RawCluster(redis.asyncio.RedisCluster):
         """Of all nodes."""
         return [key async for key in self.scan_iter(pattern)]
 
+    async def pubsub_channels(self, pattern: str = "*", **_: Any) -> list[bytes]:
+        """Of all nodes."""
+        found: list[bytes] = await self.execute_command("PUBSUB CHANNELS", pattern, target_nodes=self.get_nodes())
+        return found
+
 
 async def raw_client(url: str) -> Any:
     """redis-py's own client of what is behind a URL, for looking at keys."""
@@ -302,6 +307,14 @@ async def raw_client(url: str) -> Any:
     (host, port), *_ = target.addresses
     options = parse_url(target.server)
     return await _RawCluster(host, port, protocol=2, **options).initialize()
+
+
+async def kill_clients(client: Any, kind: str) -> int:
+    """Cut all connections of a kind but the client's own; how many."""
+    command = ("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes")
+    if isinstance(client, redis.asyncio.RedisCluster):
+        return int(sum((await client.execute_command(*command, target_nodes=client.get_nodes())).values()))
+    return int(await client.execute_command(*command))
 
 
 def is_one_server(url: str) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from shared.calls import AsyncClient
 from shared.connect import connect
 from shared.jobstore import JobStore
 from tests.support.redis_topology import raw_client
@@ -21,8 +22,14 @@ async def client(redis_url: str) -> AsyncIterator[Any]:
 
 
 @pytest.fixture
-async def store(redis_url: str) -> AsyncIterator[JobStore]:
-    """A store with the default limits and lifetimes."""
+async def commands(redis_url: str) -> AsyncIterator[AsyncClient]:
+    """A client for stores."""
     client = connect(redis_url)
-    yield JobStore(client)
+    yield client
     await client.aclose()
+
+
+@pytest.fixture
+def store(commands: AsyncClient) -> JobStore:
+    """A store with the default limits and lifetimes."""
+    return JobStore(commands)

@@ -17,6 +17,7 @@ from shared.jobstore import JobStore
 from shared.keys import CLASSES, JobId
 from shared.protocol import FINAL_STATUSES, Envelope
 from tests.support.jobs import POOL, budget, check_lane, envelope, last, owned, tokens
+from tests.support.redis_topology import raw_client
 
 T = TypeVar("T")
 WORKERS = st.integers(0, 2)
@@ -39,14 +40,15 @@ class Lane(RuleBasedStateMachine):
         super().__init__()
         self.runner = asyncio.Runner()
         self.client: Any = self.run(self._connect())
-        self.store = JobStore(self.client)
+        self.commands = connect(self.url)
+        self.store = JobStore(self.commands)
         self.jobs: dict[str, Envelope] = {}
         #: Who may publish for a job, and under which epoch, as the calls' answers have it.
         self.owners: dict[str, tuple[str, int]] = {}
         self.epochs: dict[str, int] = {}
         self.lives = 3
         self.dead: list[str] = []
-        self.workers = [Worker(self.client, i, 0) for i in range(3)]
+        self.workers = [Worker(self.commands, i, 0) for i in range(3)]
         self.sent: Publish | None = None
         #: Jobs as owners held them once.
         self.former: list[tuple[str, PulledJob]] = []
@@ -54,7 +56,7 @@ class Lane(RuleBasedStateMachine):
         self.lost: dict[str, dict[str, int]] = {}
 
     async def _connect(self) -> Any:
-        client = connect(self.url)
+        client = await raw_client(self.url)
         await client.flushall()
         return client
 
@@ -187,7 +189,7 @@ class Lane(RuleBasedStateMachine):
     @rule(number=WORKERS)
     def kill(self, number: int) -> None:
         self.dead.append(self.workers[number].owner)
-        self.workers[number] = Worker(self.client, number, self.lives)
+        self.workers[number] = Worker(self.commands, number, self.lives)
         self.lives += 1
 
     @precondition(lambda self: self.dead)
@@ -211,11 +213,12 @@ class Lane(RuleBasedStateMachine):
             self._drain()
         finally:
             self.run(self.client.aclose())
+            self.run(self.commands.aclose())
             self.runner.close()
 
     def _drain(self) -> None:
         """Every job ends, whatever has happened to it."""
-        worker = Worker(self.client, 9, 0)
+        worker = Worker(self.commands, 9, 0)
         for _ in range(2 * len(self.jobs) + 1):
             wish = budget(idle=True, suspects=1000)
             pulled = self.run(worker.store.pull(POOL, 0, worker.owner, wish, Lease(lease_ms=0, charge=False)))

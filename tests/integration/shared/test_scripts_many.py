@@ -13,6 +13,7 @@ from shared.jobstore import JobStore
 from shared.keys import CLASSES, GROUP
 from shared.protocol import Envelope, JobStatus
 from tests.support.jobs import KEEP, NOW, POOL, budget, envelope, last
+from tests.support.redis_topology import raw_client
 
 JOBS = 10_000
 #: How a job ends, by its number.
@@ -26,8 +27,8 @@ async def each(items: list[Any], call: Callable[[Any], Awaitable[object]]) -> No
 
 
 async def test_streams_are_empty_afterwards(valkey_url: str) -> None:
-    client: Any = connect(valkey_url)
-    store = JobStore(client)
+    client, commands = await raw_client(valkey_url), connect(valkey_url)
+    store = JobStore(commands)
     jobs = [envelope(job_class=CLASSES[i % 3], tenant=f"tenant {i % 20}") for i in range(JOBS)]
     number = {job.id: i for i, job in enumerate(jobs)}
 
@@ -52,4 +53,5 @@ async def test_streams_are_empty_afterwards(valkey_url: str) -> None:
         if await client.exists(stream):
             assert await client.xlen(stream) == 0, stream
             assert (await client.xpending(stream, GROUP))["pending"] == 0, stream
-    await client.aclose()
+    for one in (client, commands):
+        await one.aclose()

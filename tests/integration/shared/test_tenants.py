@@ -7,17 +7,17 @@ import time
 from typing import Any
 
 import pytest
-import redis.asyncio
 
 from shared import keys
+from shared.calls import AsyncClient
 from shared.errors import ForeignDataError
 from shared.jobs import RateLimits
 from shared.tenants import IdempotentRequest, Tenants
 
 
 @pytest.fixture
-def tenants(client: redis.asyncio.Redis) -> Tenants:
-    return Tenants(client)
+def tenants(commands: AsyncClient) -> Tenants:
+    return Tenants(commands)
 
 
 def request(digest: str = "d", job_id: str = "a") -> IdempotentRequest:

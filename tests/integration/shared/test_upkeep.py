@@ -6,9 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-import redis.asyncio
 
 from shared import keys
+from shared.calls import AsyncClient
 from shared.errors import ConflictError, JobNotFoundError
 from shared.jobs import DeadLetter, Lease, Lifetime
 from shared.keys import GROUP, JobId
@@ -20,8 +20,8 @@ SHORT = Lifetime(deadline_s=0.05, max_run_s=5.0, retention_s=5.0)
 
 
 @pytest.fixture
-def upkeep(client: redis.asyncio.Redis) -> Upkeep:
-    return Upkeep(client)
+def upkeep(commands: AsyncClient) -> Upkeep:
+    return Upkeep(commands)
 
 
 async def bury(upkeep: Upkeep) -> str:
