@@ -118,6 +118,7 @@ class EngineLoop(WatchedThread):
             if self._jobs and not self._publisher.full:
                 self._step()
         self._publisher.put([Handover(job) for job in self._jobs.values()])
+        self.pulse.busy = False  # the drain goes on, for as long as Redis takes
 
     def _receive(self) -> None:
         """Handle all messages; wait for one where there is nothing to compute."""

@@ -106,7 +106,7 @@ class Weather:
         worker, held = await self._worker(disturbance)
         worker.signal(signal.SIGTERM, *_DRAINED)
         await asyncio.sleep(self._times.grace_s * disturbance.seconds)
-        worker.signal(signal.SIGTERM)
+        worker.signal(signal.SIGTERM, *_DRAINED)
         return Hit("hurry_worker", worker.name, time.monotonic(), held)
 
     async def _hang_engine(self, disturbance: Disturbance) -> Hit:

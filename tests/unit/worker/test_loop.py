@@ -232,6 +232,12 @@ def test_an_idle_thread_is_not_busy(setup: Setup) -> None:
     assert setup.loop.pulse.beats > 0
 
 
+def test_a_thread_that_has_ended_does_not_look_stalled(setup: Setup) -> None:
+    setup.admit(held(max_tokens=10_000))
+    setup.loop.close(10)
+    assert not setup.loop.pulse.busy
+
+
 def test_an_engine_that_cannot_be_made_is_reported() -> None:
     def build() -> SimEngine:
         raise ValueError("no such model")
