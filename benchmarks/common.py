@@ -18,12 +18,17 @@ SHORTEST, LONGEST = 32, 256
 _PACKAGES = ("ropeway", "torch", "transformers", "tokenizers", "redis")
 
 
-def workload(model: str = MODEL, count: int = PROMPTS) -> list[list[int]]:
-    """Prompts of 32 to 256 tokens, cut from the project's own license: the same on every run and machine."""
+def corpus(model: str = MODEL) -> list[int]:
+    """Ids of the project's own license, some 2,200: the same on every run and machine."""
     from engine.loading.resolve import load_tokenizer
 
     text = (Path(__file__).parents[1] / "LICENSE").read_text("utf-8")
-    ids = load_tokenizer(model).tokenizer.encode(text).ids
+    return list(load_tokenizer(model).tokenizer.encode(text).ids)
+
+
+def workload(model: str = MODEL, count: int = PROMPTS) -> list[list[int]]:
+    """Prompts of 32 to 256 tokens, cut from the license."""
+    ids = corpus(model)
     rng = random.Random(0)
     prompts = []
     for _ in range(count):

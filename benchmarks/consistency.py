@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from benchmarks.common import MODEL, print_conditions
+from benchmarks.common import print_conditions
+from benchmarks.engines import Engines
 from benchmarks.mixed import Answer, Answered, Case, drain, mixed_cases
 
 if TYPE_CHECKING:
@@ -51,51 +52,9 @@ class Comparison:
     note: str = ""
 
 
-@dataclass
-class Setup:
-    """Makes engines over one model, each with an empty KV cache of its own."""
-
-    first: Engine
-
-    @classmethod
-    def load(cls, dtype: str, *, deterministic: bool) -> Setup:
-        from engine.build import build_engine
-        from engine.config import EngineConfig
-
-        return cls(
-            build_engine(
-                EngineConfig(
-                    model=MODEL,
-                    dtype=dtype,  # type: ignore[arg-type]
-                    max_model_len=CONTEXT,
-                    num_blocks=4,
-                    deterministic=deterministic,
-                )
-            )
-        )
-
-    def engine(self, num_blocks: int = 1200, **settings: int | bool) -> Engine:
-        """`settings` are those of `SchedulerConfig`."""
-        import copy
-
-        from tokenizers import Tokenizer
-
-        from engine.config import SchedulerConfig
-        from engine.engine import Engine
-        from engine.runner import ModelRunner
-
-        # Weights are loaded once; the parts that keep a state are made anew.
-        old = self.first._runner
-        assert isinstance(old, ModelRunner)
-        runner = ModelRunner(old._model, copy.copy(old._sampler), old._ops, num_blocks, old.block_size)
-        info = self.first.info()
-        config = SchedulerConfig(**({"max_model_len": CONTEXT, "max_num_batched_tokens": 1024} | settings))  # type: ignore[arg-type]
-        return Engine(runner, info, Tokenizer.from_str(info.tokenizer_json), config)
-
-
-def alone(setup: Setup, cases: list[Case]) -> dict[str, Answer]:
+def alone(engines: Engines, cases: list[Case]) -> dict[str, Answer]:
     """One after another, without a prefix cache."""
-    engine = setup.engine(enable_prefix_caching=False)
+    engine = engines.make(enable_prefix_caching=False)
     answers = {case.name: Answer() for case in cases}
     for case in cases:
         engine.add(case.request())
@@ -194,15 +153,12 @@ def _difference(a: LogprobEntry, b: LogprobEntry) -> float:
     return max((abs(ours[token] - theirs[token]) for token in ours.keys() & theirs.keys()), default=0.0)
 
 
-def comparisons(setup: Setup, count: int = 40) -> Iterator[Comparison]:
+def comparisons(engines: Engines, cases: list[Case]) -> Iterator[Comparison]:
     """Each run's, as soon as it is there."""
-    from tokenizers import Tokenizer
+    expected = alone(engines, cases)
+    yield compare("together", expected, together(engines.make(enable_prefix_caching=False), cases))
 
-    cases = mixed_cases(Tokenizer.from_str(setup.first.info().tokenizer_json), count)
-    expected = alone(setup, cases)
-    yield compare("together", expected, together(setup.engine(enable_prefix_caching=False), cases))
-
-    got = preempted(setup.engine(SCARCE_BLOCKS, max_num_seqs=SCARCE_SEQS), cases)
+    got = preempted(engines.make(num_blocks=SCARCE_BLOCKS, max_num_seqs=SCARCE_SEQS), cases)
     least = min(answer.preemptions for answer in got.values())
     if least < 1:
         raise RuntimeError("a request was not preempted")
@@ -210,15 +166,15 @@ def comparisons(setup: Setup, count: int = 40) -> Iterator[Comparison]:
         "preempted", expected, got, f"each at least {least} times, {sum(a.preemptions for a in got.values())} in all"
     )
 
-    engine = setup.engine()
+    engine = engines.make()
     for run in ("prefix cache, cold", "prefix cache, warm"):
         got = together(engine, cases)
         hits = sum(answer.usage.cached_tokens for answer in got.values() if answer.usage is not None)
         yield compare(run, expected, got, f"{hits} tokens from the cache")
-    chunked = setup.engine(max_num_seqs=ODD_SEQS, max_num_batched_tokens=ODD_BUDGET, enable_prefix_caching=False)
+    chunked = engines.make(max_num_seqs=ODD_SEQS, max_num_batched_tokens=ODD_BUDGET, enable_prefix_caching=False)
     yield compare("in chunks", expected, together(chunked, cases), f"{ODD_BUDGET} tokens a step")
-    other = setup.engine(max_num_seqs=ODD_SEQS)
-    yield compare("taken up", expected, taken_up(setup.engine(enable_prefix_caching=False), other, cases, expected))
+    other = engines.make(max_num_seqs=ODD_SEQS)
+    yield compare("taken up", expected, taken_up(engines.make(enable_prefix_caching=False), other, cases, expected))
 
 
 def main(
@@ -241,9 +197,9 @@ def main(
     broken = False
     for kind in ("float32", "bfloat16") if dtype is None else (dtype,):
         for exact in (False, True) if deterministic is None else (deterministic,):
-            setup = Setup.load(kind, deterministic=exact)
+            engines = Engines.load(kind, deterministic=exact, max_model_len=CONTEXT)
             mode = "deterministic" if exact else "default"
-            for found in comparisons(setup, requests):
+            for found in comparisons(engines, mixed_cases(engines.tokenizer(), requests)):
                 name = found.run.replace(", ", "_").replace(" ", "_")
                 figures[f"{kind}_{mode}_{name}_same"] = found.same
                 figures[f"{kind}_{mode}_{name}_max_diff"] = found.difference

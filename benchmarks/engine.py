@@ -1,126 +1,66 @@
-"""The engine against transformers' `generate` on the same weights, and against the memory's speed.
+"""The engine's speed: against transformers, and what prefix cache, chunks, sampling options and deterministic mode do.
 
-    python -m benchmarks.engine [--quick] [--json FILE] [--dtype bfloat16]
+    python -m benchmarks.engine [--quick] [--json FILE] [--dtype bfloat16] [--part sampling --part gap ...]
 
-32 prompts of 32 to 256 tokens, 64 new tokens each, greedy, EOS ignored. Every round runs `LLM.generate` over all of
-them, transformers over all of them in one padded batch, transformers over a few one by one, and one stream alone; the
-figures are medians over rounds, ratios those of the same round.
+The workload is 32 prompts of 32 to 256 tokens, 64 new tokens each, EOS ignored. What is compared alternates within a
+round; figures are medians over rounds, ratios those of one round. See `engine_transformers` and `engine_parts`.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from benchmarks.common import MODEL, report, workload
-from benchmarks.reference import reference_model
-
-if TYPE_CHECKING:
-    from engine.llm import LLM
-
-NEW_TOKENS = 64
-SINGLE_PROMPT = 4
-_BANDWIDTH_BYTES = 1 << 30
+from benchmarks.common import report, workload
 
 
-def run_reference(model: Any, prompts: list[list[int]]) -> float:
-    """Seconds of transformers' `generate` over a left-padded batch."""
-    import torch
+class Part(StrEnum):
+    """What to measure."""
 
-    longest = max(len(prompt) for prompt in prompts)
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    start = time.perf_counter()
-    with torch.inference_mode():
-        out = model.generate(
-            ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-    seconds = time.perf_counter() - start
-    if out.shape[1] != longest + NEW_TOKENS:
-        raise RuntimeError("transformers ended early")
-    return seconds
-
-
-def run_ropeway(llm: LLM, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> float:
-    """Seconds of `LLM.generate`."""
-    from shared.sampling import SamplingParams
-
-    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
-    start = time.perf_counter()
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-    seconds = time.perf_counter() - start
-    if any(len(output.outputs[0].token_ids) != new_tokens for output in outputs):
-        raise RuntimeError("ropeway ended early")
-    return seconds
-
-
-def decode_rate(llm: LLM, prompt: list[int]) -> float:
-    """Tokens per second of one stream, the first token apart."""
-    first = run_ropeway(llm, [prompt], 1)
-    return (NEW_TOKENS - 1) / (run_ropeway(llm, [prompt]) - first)
-
-
-def read_bandwidth() -> float:
-    """Bytes per second at which torch's threads read memory: the best of several passes over 1 GiB."""
-    import torch
-
-    data = torch.ones(_BANDWIDTH_BYTES // 4, dtype=torch.float32)
-    best = 0.0
-    for _ in range(5):
-        start = time.perf_counter()
-        data.sum()
-        best = max(best, _BANDWIDTH_BYTES / (time.perf_counter() - start))
-    return best
+    TRANSFORMERS = "transformers"
+    PREFIX = "prefix"
+    GAP = "gap"
+    SAMPLING = "sampling"
+    DETERMINISTIC = "deterministic"
 
 
 def main(
-    quick: Annotated[bool, typer.Option(help="one round")] = False,
+    quick: Annotated[bool, typer.Option(help="one round, and less of the work")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures as one flat object")] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "bfloat16",
+    part: Annotated[list[Part] | None, typer.Option(help="measure this; all by default")] = None,
+    long_prefill_token_threshold: Annotated[int | None, typer.Option(min=0, help="unset: the engine's own")] = None,
 ) -> None:
     """Measure and print."""
-    from transformers.utils import logging as transformers_logging
-
-    from engine.llm import LLM
+    from benchmarks import engine_parts as parts
+    from benchmarks.engine_transformers import against_transformers
+    from benchmarks.engines import Engines
 
     if dtype not in ("float32", "bfloat16"):
         raise typer.BadParameter("float32 or bfloat16", param_hint="--dtype")
-    # Its warning about the generation options of a model without a generation config is of no use here.
-    transformers_logging.set_verbosity_error()
-    rounds, alone = (1, 1) if quick else (5, 4)
-    prompts = workload()
-    llm = LLM(MODEL, dtype=dtype, max_model_len=1024, enable_prefix_caching=False)  # type: ignore[arg-type]
-    model = reference_model(dtype)
-    run_ropeway(llm, prompts[:2], 4)
-    run_reference(model, prompts[:1])
-    times: dict[str, list[float]] = {"ropeway": [], "batch": [], "single": []}
-    decode: list[float] = []
-    for _ in range(rounds):
-        times["ropeway"].append(run_ropeway(llm, prompts))
-        times["batch"].append(run_reference(model, prompts))
-        singles = sum(run_reference(model, [prompt]) for prompt in prompts[SINGLE_PROMPT : SINGLE_PROMPT + alone])
-        times["single"].append(singles / alone * len(prompts))
-        decode.append(decode_rate(llm, prompts[SINGLE_PROMPT]))
-    produced = NEW_TOKENS * len(prompts)
-    weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    figures = {
-        "ropeway_tok_s": produced / statistics.median(times["ropeway"]),
-        "hf_batch_tok_s": produced / statistics.median(times["batch"]),
-        "hf_single_tok_s": produced / statistics.median(times["single"]),
-        "ratio_hf_batch": _ratio(times["batch"], times["ropeway"]),
-        "ratio_hf_single": _ratio(times["single"], times["ropeway"]),
-        "decode_single_tok_s": statistics.median(decode),
-        "roofline_fraction": statistics.median(decode) * weight_bytes / read_bandwidth(),
-    }
+    wanted = part or list(Part)
+    rounds, tokens = (1, 16) if quick else (5, parts.NEW_TOKENS)
+    prompts = workload()[: 16 if quick else None]
+    figures: dict[str, float] = {}
+    if Part.TRANSFORMERS in wanted:
+        figures |= against_transformers(dtype, rounds, 1 if quick else 4)
+    if wanted == [Part.TRANSFORMERS]:
+        report("engine", figures, dtype=dtype, json_file=json_file)
+        return
+    engines = Engines.load(dtype)
+    if Part.PREFIX in wanted:
+        figures |= parts.prefix_ttft(engines, 8 if quick else 32)
+    if Part.GAP in wanted:
+        streams = (16,) if quick else (8, 16, 32)
+        figures |= parts.longest_gaps(engines, streams, 1 if quick else 3, long_prefill_token_threshold)
+    if Part.SAMPLING in wanted:
+        figures |= parts.sampling(engines, prompts, rounds, tokens)
+    if Part.DETERMINISTIC in wanted:
+        figures |= parts.deterministic(engines, Engines.load(dtype, deterministic=True), prompts, rounds, tokens)
     report("engine", figures, dtype=dtype, json_file=json_file)
-
-
-def _ratio(theirs: list[float], ours: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(theirs, ours, strict=True))
 
 
 if __name__ == "__main__":

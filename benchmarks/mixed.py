@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from engine.engine import Engine
     from engine.request import EngineRequest, LogprobEntry, RequestUsage, ResumedChoice, StepOutput
 
-#: Options of the requests in turn. Each request has a seed and 16 to 32 tokens besides.
+#: Options of the requests in turn. Each request has a seed and a length besides.
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
     {"temperature": 0.7},
@@ -56,9 +56,9 @@ class Case:
         return EngineRequest(self.name + suffix, self.prompt, self.params, **fields)
 
 
-def mixed_cases(tokenizer: Tokenizer, count: int = 40) -> list[Case]:
+def mixed_cases(tokenizer: Tokenizer, count: int = 40, shortest: int = 16, longest: int = 32) -> list[Case]:
     """The first `count` requests: prompts of 5 to 300 tokens, cut from the project's license, every second one behind a
-    common beginning."""
+    common beginning; answers of `shortest` to `longest` tokens where nothing else ends them."""
     ids = tokenizer.encode((Path(__file__).parents[1] / "LICENSE").read_text("utf-8")).ids
     rng = random.Random(1)
     cases = []
@@ -66,7 +66,7 @@ def mixed_cases(tokenizer: Tokenizer, count: int = 40) -> list[Case]:
         begin = ids[:SYSTEM_PROMPT] if index % 2 else []
         length = max(2, LENGTHS[index % len(LENGTHS)] - len(begin))
         start = rng.randrange(len(ids) - length)
-        options = {"max_tokens": rng.randint(16, 32), "seed": 1000 + index} | OPTIONS[index % len(OPTIONS)]
+        options = {"max_tokens": rng.randint(shortest, longest), "seed": 1000 + index} | OPTIONS[index % len(OPTIONS)]
         cases.append(Case(str(index), begin + ids[start : start + length], SamplingParams(**options)))
     return cases
 
