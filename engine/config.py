@@ -70,7 +70,7 @@ class EngineConfig:
         max_model_len: context in tokens; None: the model's own.
         max_num_seqs: most sequences in a batch.
         max_num_batched_tokens: token budget of a step.
-        long_prefill_token_threshold: see `SchedulerConfig`; None: 64 on a CPU, 512 on a GPU.
+        long_prefill_token_threshold: see `SchedulerConfig`; None: 32 on a CPU, 512 on a GPU.
         block_size: tokens per KV block.
         num_blocks: blocks of the KV cache; wins over `kv_cache_memory_mb`.
         kv_cache_memory_mb: memory of the KV cache in MiB; None: 1024 on a CPU, 85 % of what is free on a GPU. Never

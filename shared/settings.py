@@ -81,7 +81,7 @@ class WorkerSettings(CommonSettings):
     long_prefill_token_threshold: int | None = Field(
         None,
         ge=0,
-        description="most prompt tokens of one job in a step that also decodes; unset: 64 on a CPU, 512 on a GPU",
+        description="most prompt tokens of one job in a step that also decodes; unset: 32 on a CPU, 512 on a GPU",
     )
     block_size: int = Field(16, ge=1, description="tokens per KV block")
     kv_cache_memory_mb: int | None = Field(None, ge=1, description="memory of the KV cache; unset: 1024 on CPU")
