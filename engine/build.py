@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 _CPU_CACHE_BYTES = 1024 * 1024 * 1024
 _GPU_CACHE_SHARE = 0.85
 _MIB = 1024 * 1024
-#: Prompt tokens of a sequence that a pass may compute beside decodes where no threshold is set. On two cores of a CPU 64
-#: take as long as two decodes of 16 sequences in float32, so that the longest gap is a little over three of those.
+#: Prompt tokens of a sequence that a pass may compute beside decodes where no threshold is set. On two cores of a CPU
+#: 64 take as long as two decodes of 16 sequences in float32: the longest gap is then a little over three of those.
 _PREFILL_THRESHOLDS = {"cpu": 32, "cuda": 512}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
