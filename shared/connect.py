@@ -192,7 +192,8 @@ def _of_sentinels(target: RedisUrl, settings: Settings, retry: Any) -> Settings:
     """Settings of the clients of the sentinels themselves: the first that does not answer is left for the next one."""
     shared = {name: value for name, value in settings.items() if name.startswith(("socket_", "ssl_"))}
     tls = {"ssl": True} if "connection_class" in settings else {}
-    return {**shared, **tls, "protocol": 2, **_once(retry), **dict(target.sentinel)}
+    once = {"retry": retry, "socket_timeout": CONNECT_TIMEOUT_S}
+    return {**shared, **tls, "protocol": 2, **once, **dict(target.sentinel)}
 
 
 def _hooked(settings: Settings, connected: Connected | None, node: str) -> Settings:

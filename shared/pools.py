@@ -21,6 +21,14 @@ from shared.slot_map import SlotMap
 class AsyncSentinelPool(AsyncSentinelConnectionPool, AsyncBlockingConnectionPool):
     """Who finds all connections in use waits, as with one server; the sentinels' own connections end with it."""
 
+    _question: asyncio.Task[Any] | None = None
+
+    async def get_master_address(self) -> Any:
+        """The primary's address. A burst of new connections asks the sentinels once."""
+        if self._question is None or self._question.done():
+            self._question = asyncio.create_task(super().get_master_address())  # type: ignore[no-untyped-call]
+        return await asyncio.shield(self._question)
+
     async def aclose(self) -> None:
         """Close all connections."""
         await asyncio.gather(super().aclose(), *(sentinel.aclose() for sentinel in self.sentinel_manager.sentinels))
