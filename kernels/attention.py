@@ -26,7 +26,6 @@ class AttentionGroup:
         unpad: [rows] int64, the padded query of each row.
         counts: [batch] on the host, query tokens of each sequence, the last of its keys.
         lengths: [batch] on the host, keys of each sequence.
-        plan: what a backend works out in the first layer for all layers.
     """
 
     batch: int
@@ -39,7 +38,6 @@ class AttentionGroup:
     mask: torch.Tensor | None = None
     pad: torch.Tensor | None = None
     unpad: torch.Tensor | None = None
-    plan: object = None
 
 
 @dataclass(slots=True)
@@ -49,7 +47,9 @@ class AttentionBatch:
     Attributes:
         slot_mapping: [tokens] int64, where the KV cache takes each token.
         groups: in the order of their rows; together all rows.
+        plan: what a backend works out in the first layer for all layers.
     """
 
     slot_mapping: torch.Tensor
     groups: list[AttentionGroup] = field(default_factory=list)
+    plan: object = None

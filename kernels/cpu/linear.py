@@ -10,7 +10,7 @@ from kernels.reference.linear import gated_linear as reference_gated_linear
 from kernels.reference.linear import linear as reference_linear
 
 
-def _packable(weight: torch.Tensor) -> bool:
+def packable(weight: torch.Tensor) -> bool:
     """Whether oneDNN computes in the weight's dtype on this CPU; bfloat16 needs AVX-512 or AVX-NE-CONVERT."""
     if not torch.backends.mkldnn.is_available():
         return False
@@ -22,7 +22,7 @@ def _packable(weight: torch.Tensor) -> bool:
 @register("linear", "cpu")
 def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     """Contract of the reference. The weight given may be freed afterwards."""
-    if not _packable(weight):
+    if not packable(weight):
         return reference_linear(weight, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     run = torch.ops.mkldnn._linear_pointwise.default
@@ -36,7 +36,7 @@ def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
 @register("gated_linear", "cpu")
 def gated_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     """Contract of the reference: SiLU and product are done where the matrix products leave their results."""
-    if not _packable(weight):
+    if not packable(weight):
         return reference_gated_linear(weight, bias)
     gate_weight, up_weight = weight.chunk(2)
     gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import torch
 
+from kernels.cpu.linear import packable
 from kernels.invariant.silu_and_mul import silu_and_mul
 from kernels.invariant.tiles import Tensors, Tiled, proven_sizes
 from kernels.ops import ops_for, register
@@ -35,13 +36,17 @@ def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
 
 @register("gated_linear", "invariant")
 def gated_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """Contract of the reference. Where the device's fused layer serves small tiles alone, the activation comes apart.
+    """Contract of the reference.
 
     Raises:
         ValueError: as for `linear`.
     """
-    makes = (ops_for(weight.device.type).gated_linear, _gated_in_two)
-    return _tiled(max(makes, key=lambda make: _sizes(make, *_key(weight, bias))[-1]), weight, bias)
+    fused = ops_for(weight.device.type).gated_linear
+    if weight.device.type == "cpu" and not packable(weight):
+        # There it is torch's own SiLU, which knows the end of a vector from its middle.
+        return _tiled(_gated_in_two, weight, bias)
+    best = max((fused, _gated_in_two), key=lambda make: _sizes(make, *_key(weight, bias))[-1])
+    return _tiled(best, weight, bias)
 
 
 def _gated_in_two(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:

@@ -11,84 +11,51 @@ from functools import lru_cache
 
 import torch
 
-from kernels.attention import AttentionBatch, AttentionGroup
-from kernels.invariant.attention_plan import CHUNK, AttentionPlan, Slab, plan_attention
+from kernels.attention import AttentionBatch
+from kernels.invariant.attention_plan import CHUNK, AttentionPlan, Layout, Slab, plan_attention
+from kernels.invariant.exponential import prove_exponential, weights_
+from kernels.invariant.row_sum import row_sum
 from kernels.invariant.tiles import Tensors, Tiled, agreeing, in_tiles, position_free
 from kernels.ops import register
 
 #: Query rows of a tile, and pieces of one call.
 ROWS = (4, 8, 16, 32, 64)
-PIECES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
-
-_VECTOR = 16
+PIECES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 @register("paged_attention", "invariant")
 def paged_attention(query: torch.Tensor, cache: torch.Tensor, batch: AttentionBatch, scale: float) -> torch.Tensor:
     """Contract of the reference; computed in float32."""
-    parts: list[torch.Tensor] = []
-    first = 0
-    for group in batch.groups:
-        parts.append(_attend(query.narrow(0, first, group.rows), cache, group, scale))
-        first += group.rows
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _attend(query: torch.Tensor, cache: torch.Tensor, group: AttentionGroup, scale: float) -> torch.Tensor:
-    """[rows, heads, head_dim] -> [rows, heads * head_dim]."""
     tokens, heads, dim = query.shape
     _, block_size, _, kv_heads, _ = cache.shape
     pieces = proven_pieces(dim, cache.device, torch.get_num_threads())
-    plan = group.plan
+    plan = batch.plan
     if not isinstance(plan, AttentionPlan):
-        plan = group.plan = plan_attention(group, heads, kv_heads, block_size, pieces)
-    scores, mix = Tiled(_scores, pieces[plan.rows]), Tiled(_mix, pieces[plan.rows])
-    query = query.reshape(tokens * heads, dim)
-    slots = cache.view(-1, 2, kv_heads, dim)
-    results: list[torch.Tensor] = []
-    for slab in plan.slabs:
-        rows = query.index_select(0, slab.query_rows).float().mul_(scale).view(-1, plan.rows, dim)
-        key, value = _keys_and_values(slots.index_select(0, slab.slots), slab)
-        score, top = scores(rows, key, slab.bound)
-        used = slab.chunks * slab.columns
-        highest = top.narrow(0, 0, used).view(slab.chunks, slab.columns, plan.rows).amax(0)
-        part = mix(score, highest.index_select(0, slab.column), value)[0]
-        results.append(_add_up(part.narrow(0, 0, used).reshape(slab.chunks, slab.columns * plan.rows, -1), dim))
+        plan = batch.plan = plan_attention(batch, Layout(heads, kv_heads, block_size), pieces)
+    query, cache = query.reshape(tokens * heads, dim), cache.view(-1, dim)
+    results = [_attend(query, cache, slab, pieces[slab.rows], scale) for slab in plan.slabs]
     return torch.cat(results).index_select(0, plan.order).to(query.dtype).view(tokens, heads * dim)
 
 
-def _keys_and_values(kv: torch.Tensor, slab: Slab) -> tuple[torch.Tensor, torch.Tensor]:
-    """[slots, 2, kv_heads, head_dim] -> keys [pieces, CHUNK, head_dim] and values [pieces, CHUNK, width].
-
-    Behind its elements a value has ones, so that the weights are summed as the values are.
-    """
-    _, _, kv_heads, dim = kv.shape
-    kv = kv.view(-1, CHUNK, 2, kv_heads, dim).permute(2, 0, 3, 1, 4)  # [2, chunks, kv_heads, CHUNK, head_dim]
-    chunks = kv.shape[1] * kv_heads
-    size = chunks if slab.key_chunk is not None else len(slab.column)
-    key = kv.new_empty((size, CHUNK, dim), dtype=torch.float32)
-    value = kv.new_empty((size, CHUNK, _width(dim)), dtype=torch.float32)
-    key.narrow(0, 0, chunks).view(kv.shape[1:]).copy_(kv[0])
-    value.narrow(0, 0, chunks).view(*kv.shape[1:-1], -1).narrow(-1, 0, dim).copy_(kv[1])
-    key.narrow(0, chunks, size - chunks).zero_()
-    value.narrow(0, chunks, size - chunks).zero_()
-    value.narrow(-1, dim, value.shape[-1] - dim).fill_(1.0)
-    if slab.key_chunk is None:
-        return key, value
-    return key.index_select(0, slab.key_chunk), value.index_select(0, slab.key_chunk)
+def _attend(query: torch.Tensor, cache: torch.Tensor, slab: Slab, sizes: tuple[int, ...], scale: float) -> torch.Tensor:
+    """Results of a slab's columns, [columns * rows, head_dim] float32."""
+    used, dim = slab.chunks * slab.columns, query.shape[1]
+    rows = query.index_select(0, slab.queries).float().mul_(scale).view(-1, slab.rows, dim)
+    keys = cache.index_select(0, slab.keys).float().view(-1, CHUNK, dim)
+    values = cache.index_select(0, slab.values).float().view(-1, CHUNK, dim)
+    scores, top = Tiled(_scores, sizes)(rows, keys, slab.bound)
+    highest = top.narrow(0, 0, used).view(slab.chunks, -1, slab.rows).amax(0)
+    mixed, weight = Tiled(_mix, sizes)(scores, highest.index_select(0, slab.column), values)
+    return _add_up(mixed, slab, dim) / _add_up(weight, slab, 1)
 
 
-def _width(dim: int) -> int:
-    """Elements of a value and at least a one, in whole vectors: other code may sum a product's odd last columns."""
-    return dim + _VECTOR - dim % _VECTOR
-
-
-def _add_up(parts: torch.Tensor, dim: int) -> torch.Tensor:
-    """[chunks, rows, width] -> [rows, head_dim]: sums of the chunks in order, divided by the sums of weights."""
-    total = parts[0] + 0.0  # a sum that starts at +0 never becomes -0, however many zeros follow
-    for part in parts[1:]:
+def _add_up(parts: torch.Tensor, slab: Slab, width: int) -> torch.Tensor:
+    """[pieces, rows, width] -> [columns * rows, width], from the first chunk to the last."""
+    first, *others = parts.view(-1, width).split(slab.columns * slab.rows)[: slab.chunks]
+    total = first + 0.0  # a sum that starts at +0 never becomes -0, however many zeros follow
+    for part in others:
         total.add_(part)
-    return total.narrow(-1, 0, dim) / total.narrow(-1, dim, 1)
+    return total
 
 
 def _scores(query: torch.Tensor, key: torch.Tensor, bound: torch.Tensor) -> Tensors:
@@ -99,8 +66,12 @@ def _scores(query: torch.Tensor, key: torch.Tensor, bound: torch.Tensor) -> Tens
 
 
 def _mix(score: torch.Tensor, highest: torch.Tensor, value: torch.Tensor) -> Tensors:
-    """[pieces, rows, width]: values weighted by exp(score - highest). The scores are used up."""
-    return (torch.bmm(score.sub_(highest.unsqueeze(-1)).exp_(), value),)
+    """Values weighted by exp(score - highest), [pieces, rows, head_dim], and the sums of weights, [pieces, rows, 1].
+
+    The scores are used up.
+    """
+    weight = weights_(score.sub_(highest.unsqueeze(-1)))
+    return torch.bmm(weight, value), row_sum(weight)
 
 
 @lru_cache(maxsize=64)
@@ -114,8 +85,9 @@ def proven_pieces(dim: int, device: torch.device, threads: int) -> dict[int, tup
         threads: of torch, now.
 
     Raises:
-        ValueError: products of these shapes do not give the same bits twice.
+        ValueError: products of these shapes do not give the same bits twice, or exponentials depend on their place.
     """
+    prove_exponential(device)
     inputs = _random_pieces(dim, device)
     best: dict[int, tuple[int, ...]] = {}
     for base in reversed(ROWS):
@@ -155,7 +127,7 @@ def _random_pieces(dim: int, device: torch.device) -> Tensors:
     seen = torch.randint(1, CHUNK + 1, (pieces, rows, 1), device=device, generator=generator)
     hidden = torch.arange(CHUNK, device=device) >= seen
     bound = torch.full(hidden.shape, torch.inf, device=device).masked_fill_(hidden, -torch.inf)
-    return normal(pieces, rows, dim), bound, normal(pieces, CHUNK, dim), normal(pieces, CHUNK, _width(dim))
+    return normal(pieces, rows, dim), bound, normal(pieces, CHUNK, dim), normal(pieces, CHUNK, dim)
 
 
 def _cut(inputs: Tensors, rows: int, pieces: int) -> Tensors:

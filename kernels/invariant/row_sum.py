@@ -10,7 +10,7 @@ _SPLIT_ROW = 32768
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
-    """[rows, n] float32 -> [rows, 1]."""
+    """[..., n] float32 -> [..., 1]."""
     length = x.shape[-1]
     if x.device.type == "cpu" and length < _SPLIT_ROW:
         # One thread sums a row, by a scheme that knows of no other row.

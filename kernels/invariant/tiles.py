@@ -64,15 +64,16 @@ def cover(sizes: tuple[int, ...], rows: int) -> tuple[int, ...]:
 
 
 def _tile(x: torch.Tensor, first: int, size: int) -> torch.Tensor:
-    """Rows from `first` on, zeros behind the last; where the device's kernels may choose by address, always aligned."""
+    """Rows from `first` on, zeros behind the last; aligned, where a library may choose its code by the address."""
     rows = x.shape[0]
-    missing = first + size - rows
-    if missing > 0:
+    if first + size > rows:
         tile = x.new_zeros(size, *x.shape[1:])
-        tile.narrow(0, 0, size - missing).copy_(x.narrow(0, first, size - missing))
+        tile.narrow(0, 0, rows - first).copy_(x.narrow(0, first, rows - first))
         return tile
     tile = x if rows == size else x.narrow(0, first, size)
-    return tile if tile.data_ptr() % _ALIGNMENT == 0 and tile.is_contiguous() else tile.clone().contiguous()
+    if tile.data_ptr() % _ALIGNMENT == 0 and tile.is_contiguous():
+        return tile
+    return tile.clone(memory_format=torch.contiguous_format)
 
 
 def in_tiles(run: Run, inputs: Tensors, size: int) -> Tensors:

@@ -12,6 +12,7 @@ import torch
 from engine.batch import build_batch
 from engine.plan import Span
 from kernels.invariant import paged_attention as attention
+from kernels.invariant.exponential import prove_exponential, weights_
 from kernels.invariant.linear import BASES
 from kernels.invariant.row_sum import row_sum
 from kernels.invariant.tiles import CALL_ROWS, Tensors, Tiled, cover, proven_sizes
@@ -253,6 +254,26 @@ def test_silu_and_mul(ops: Ops, dtype: torch.dtype, inner: int) -> None:
 def test_silu_and_mul_at_the_ends_of_the_range(ops: Ops) -> None:
     gate = torch.tensor([[-1e4, -90.0, 0.0, 90.0, 1e4]])
     assert torch.equal(ops.silu_and_mul(torch.cat((gate, torch.ones(1, 5)), -1)), torch.nn.functional.silu(gate))
+
+
+def test_weights_of_what_is_far_below_the_largest_are_zero() -> None:
+    x = torch.tensor([0.0, -1.0, -79.0, -81.0, -1e30, -torch.inf])
+    assert torch.equal(weights_(x.clone()), torch.cat((x[:3].exp(), torch.zeros(3))))
+    assert weights_(torch.tensor([torch.nan])).isnan().all()
+
+
+def test_an_exponential_that_depends_on_its_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    prove_exponential(torch.device("cpu"))
+
+    def exp_(x: torch.Tensor) -> torch.Tensor:
+        rounded = x.exp()
+        rounded[len(x) // 8 * 8 :] *= 1 + 2.0**-23  # as where the end of a vector is computed by other code
+        return rounded
+
+    monkeypatch.setattr(torch.Tensor, "exp_", exp_)
+    prove_exponential.cache_clear()
+    with pytest.raises(ValueError, match="depend on an element's place"):
+        prove_exponential(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("length", [1, 7, 576, 40000])
