@@ -40,7 +40,7 @@ def main(
     engine: Annotated[str, typer.Option(help="sim or model")] = "sim",
     deterministic: Annotated[bool, typer.Option(help="of a model: every text must be the same again")] = False,
     clients: Annotated[int | None, typer.Option(help="orders at the same time")] = None,
-    appendfsync: Annotated[str, typer.Option(help="of Redis: everysec or always")] = "everysec",
+    appendfsync: Annotated[str, typer.Option(help="of Redis: no, everysec (may lose on a busy disk) or always")] = "no",
     verbose: Annotated[bool, typer.Option(help="print each disturbance, keep the logs")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures as one flat object")] = None,
 ) -> None:

@@ -121,7 +121,7 @@ class Fleet:
         gateways: int,
         worker: Mapping[str, object],
         gateway: Mapping[str, object],
-        appendfsync: str = "everysec",
+        appendfsync: str = "no",
         keep_logs: bool = False,
     ) -> None:
         kind = "redis" if binary("redis") else "valkey"
