@@ -116,4 +116,5 @@ def _random_layers(
     order = torch.randperm(width, device=device, generator=generator)
     one, other = order[:half], order[half : 2 * half]
     weight[:, other], x[:, other] = -weight[:, one], x[:, one]
+    weight[:, order[2 * half :]] = 0  # the one without a partner, if the width is odd
     yield weight.to(dtype), torch.zeros(shape[0], dtype=dtype, device=device) if with_bias else None, x.to(dtype)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import typer
 
+from benchmarks import consistency
 from benchmarks.consistency import CONTEXT, Comparison, compare, comparisons
 from benchmarks.engines import Engines
 from benchmarks.mixed import Answer, Answered, mixed_cases
@@ -53,3 +57,32 @@ def test_a_comparison_sees_every_kind_of_difference() -> None:
     other = answer()
     other.usage = RequestUsage(2, 3, 0)
     assert against(other).same == 0
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_command_fails_where_deterministic_mode_differs(
+    exact: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The default mode may differ; its rate is printed."""
+
+    class NoModel:
+        def tokenizer(self) -> None:
+            return None
+
+    monkeypatch.setattr(Engines, "load", lambda *args, **kwargs: NoModel())
+    monkeypatch.setattr(consistency, "mixed_cases", lambda *args: [])
+    found = [Comparison("prefix cache, warm", 1.0 if exact else 0.5, 0.0 if exact else 0.25, exact, "n")]
+    monkeypatch.setattr(consistency, "comparisons", lambda *args: iter(found))
+    figures = tmp_path / "figures.json"
+    consistency.main(dtype="float32", deterministic=False, requests=2, json_file=figures)
+    assert json.loads(figures.read_text()) == {
+        "float32_default_prefix_cache_warm_same": found[0].same,
+        "float32_default_prefix_cache_warm_max_diff": found[0].difference,
+    }
+    assert ("100.0%" if exact else "50.0%") in capsys.readouterr().out
+    if exact:
+        consistency.main(dtype="float32", deterministic=True, requests=2)
+    else:
+        with pytest.raises(typer.Exit) as caught:
+            consistency.main(dtype="float32", deterministic=True, requests=2)
+        assert caught.value.exit_code == 1
