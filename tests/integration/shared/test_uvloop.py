@@ -6,18 +6,25 @@ import asyncio
 from typing import Any
 
 import redis
+import redis.asyncio
 import uvloop
 
+from shared import keys
 from shared.connect import connect, connect_pubsub
+from shared.jobstore import JobStore
 
 
 def test_a_command_on_a_connection_that_was_just_closed_is_tried_again(valkey_url: str) -> None:
     async def commands() -> None:
-        client: Any = connect(valkey_url)
-        connection = await client.connection_pool.get_connection()
-        await client.connection_pool.release(connection)
+        client = connect(valkey_url)
+        store = JobStore(client)
+        node: Any = client
+        if not isinstance(client, redis.asyncio.Redis):
+            node = client.at(await client.primary(keys.card("pool")))
+        connection = await node.connection_pool.get_connection()
+        await node.connection_pool.release(connection)
         connection._writer.transport.abort()
-        assert await client.ping()
+        assert await store.get_card("pool") is None
         await client.aclose()
 
     uvloop.run(commands())
