@@ -18,9 +18,9 @@ from tests.integration.gateway_harness import Gateway, Running, serve
 from tests.support.chaos.aftermath import leftovers
 from tests.support.chaos.clients import ChaosClient
 from tests.support.chaos.ear import Ear
-from tests.support.chaos.judge import judge_job, judge_witness
+from tests.support.chaos.judge import Evidence, judge_job, judge_witness
 from tests.support.chaos.plan import Order, Way
-from tests.support.chaos.run import Config, Report, collect
+from tests.support.chaos.run import Config, Report, collect, match
 from tests.support.chaos.witness import Witness
 from tests.unit.gateway import support
 
@@ -287,3 +287,15 @@ def test_a_report_with_any_fault_is_not_ok() -> None:
     assert Report(Config()).ok
     assert not Report(Config(), leftovers=["a key"]).ok
     assert not Report(Config(), crashes=["a worker"]).ok
+
+
+def test_the_match_rate_counts_answers_and_those_of_jobs_that_were_taken_up() -> None:
+    def job(epochs: Sequence[int], texts: Sequence[str] = TEXTS) -> Evidence:
+        frames = [Frame(v=1, seq=n, epoch=epoch, kind="tokens") for n, epoch in enumerate(epochs, 1)]
+        result = Result(id="", status="completed", choices=undisturbed(texts))
+        return Evidence("completed", frames, result, undisturbed())
+
+    jobs = [job([1, 1]), job([1, 2]), job([1, 2], ["else"]), job([1])]
+    figures = Report(Config(), matches=[pair for evidence in jobs for pair in match(evidence)]).figures
+    assert (figures["match_rate"], figures["resumed"], figures["resumed_match_rate"]) == (0.75, 2, 0.5)
+    assert not [*match(Evidence("cancelled", expected=undisturbed()))]

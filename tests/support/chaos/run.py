@@ -7,7 +7,7 @@ import dataclasses
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -49,6 +49,7 @@ class Config:
         step_ms: of the simulated engine.
         patience_s: longest time without anything new until a client gives up.
         alone: share of kills and drains that are timed, with nothing else wrong.
+        dtype: of a model's weights and KV cache.
     """
 
     seed: int = 0
@@ -57,6 +58,7 @@ class Config:
     kinds: tuple[str, ...] = ()
     engine: Literal["sim", "model"] = "sim"
     deterministic: bool = False
+    dtype: str = "auto"
     workers: int = 3
     gateways: int = 2
     clients: int = 12
@@ -86,6 +88,8 @@ class Report:
     Attributes:
         recoveries: seconds until a job that was hit went on, by kind of disturbance.
         timed: the same where nothing else was wrong.
+        matches: of completed jobs whose undisturbed answer is known: whether a second worker took it up, and whether
+            tokens, texts and ends are the same.
         leftovers: what is not in order in Redis.
         crashes: processes that ended though nobody had asked them to.
         began, seconds: when clients and disturbances did, and how long they took.
@@ -99,6 +103,7 @@ class Report:
     crashes: list[str] = field(default_factory=list)
     recoveries: dict[str, list[float]] = field(default_factory=dict)
     timed: dict[str, list[float]] = field(default_factory=dict)
+    matches: list[tuple[bool, bool]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     began: float = 0.0
     seconds: float = 0.0
@@ -117,6 +122,9 @@ class Report:
             "repeats": faults["repeat"] + faults["disorder"],
             "fenced_seen": faults["fenced"],
             "different": faults["different"],
+            "match_rate": _share(same for _, same in self.matches),
+            "resumed": sum(resumed for resumed, _ in self.matches),
+            "resumed_match_rate": _share(same for resumed, same in self.matches if resumed),
             "resume_s_max": max(self.timed.get("kill_worker", []), default=0.0),
             "drain_s_max": max(drains, default=0.0),
             "leftovers": len(self.leftovers),
@@ -165,7 +173,7 @@ async def run(config: Config, plan: Plan, reference: Reference | None = None) ->
         "log_json": True,
     }
     if config.engine == "model":
-        worker |= {"threads": 1, "kv_cache_memory_mb": 256}
+        worker |= {"dtype": config.dtype, "threads": 1, "kv_cache_memory_mb": 256}
     gateway: dict[str, object] = {"sweep_s": 2, "keepalive_s": 2, "log_json": True}
     async with Fleet(
         workers=config.workers,
@@ -300,6 +308,7 @@ async def _judge(report: Report, client: Any, witnesses: list[Witness], ear: Ear
         order = None if witness is None else witness.order
         evidence = evidences[job_id] = await collect(store, job_id, order, heard, reference)
         report.faults += judge_job(job_id, evidence)
+        report.matches += match(evidence)
         if witness is not None:
             report.faults += judge_witness(witness, evidence)
             if evidence.result is not None:
@@ -319,6 +328,21 @@ async def collect(
     frames = [decode(data, Frame) for data in await store.read_log(job_id, count=1_000_000)]
     result = None if view.result is None else decode(view.result, Result)
     return Evidence(view.status, frames, result, reference(order, view.envelope), heard, view.envelope)
+
+
+def match(evidence: Evidence) -> Iterator[tuple[bool, bool]]:
+    """Of a completed job: whether two workers wrote its log, and whether its answer is the undisturbed one."""
+    if evidence.status == "completed" and evidence.result is not None and evidence.expected is not None:
+        answers = [
+            [(choice.token_ids, choice.text, choice.finish_reason) for choice in choices]
+            for choices in (evidence.result.choices, evidence.expected)
+        ]
+        yield len({frame.epoch for frame in evidence.frames}) > 1, answers[0] == answers[1]
+
+
+def _share(truths: Iterable[bool]) -> float:
+    """Of those that are true; 1 where there are none."""
+    return statistics.mean([*truths] or [True])
 
 
 def _time(report: Report, by_job: Mapping[str, Witness], evidences: Mapping[str, Evidence], ear: Ear) -> None:
@@ -369,4 +393,4 @@ def _spread(report: Report, kind: str) -> str:
     return f"{text[0]} ({text[1]})" if len(text) == 2 else text[0] if text else ""
 
 
-__all__ = ["KINDS", "Config", "Reference", "Report", "describe", "plan_of", "record", "run"]
+__all__ = ["KINDS", "Config", "Reference", "Report", "describe", "match", "plan_of", "record", "run"]
