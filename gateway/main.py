@@ -17,6 +17,9 @@ SHUTDOWN_GRACE_S = 20
 MAX_HEAD_BYTES = 64 * 1024
 #: Connections that wait to be accepted.
 BACKLOG = 2048
+#: Seconds that an idle connection is kept: longer than clients (httpx: 5) and load balancers (60, as a rule) keep
+#: theirs. They are to let go first: a connection closed here with a request on its way to it fails that request.
+KEEP_ALIVE_S = 75
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -61,6 +64,7 @@ def server(settings: GatewaySettings) -> uvicorn.Server:
             server_header=False,
             proxy_headers=False,
             backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
         )
     )

@@ -13,12 +13,15 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway import main
 from shared import logs
 from shared.errors import ServiceUnavailableError
 from shared.protocol import ErrorInfo
+from shared.settings import GatewaySettings
 from tests.integration.gateway_harness import Gateway, chat, completion, serve
 from tests.support.redis_server import RedisServer
 from tests.support.redis_topology import raw_client
+from tests.support.stack import free_port
 from tests.unit.gateway import support
 
 
@@ -444,3 +447,22 @@ async def everything(gateway: Gateway) -> bytes:
         found += [key, await readers[kind](key) if kind in readers else await client.zrange(key, 0, -1)]
     await client.aclose()
     return repr(found).encode()
+
+
+async def test_an_idle_connection_outlives_those_of_clients_pools(valkey_url: str) -> None:
+    """httpx lets a connection go after 5 s without use; a server that does so too breaks requests on their way."""
+    port = free_port()
+    server = main.server(GatewaySettings(redis_url=valkey_url, port=port))
+    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for pause in (0.0, 6.0):
+        await asyncio.sleep(pause)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        await reader.read(1000)
+    writer.close()
+    server.should_exit = True
+    await task
