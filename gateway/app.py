@@ -27,9 +27,10 @@ from gateway.services import Services
 from gateway.submission import Submitter
 from gateway.sweeper import Sweeper
 from gateway.tasks import cancel_all
+from gateway.tenant_queue import TenantQueues
 from shared.calls import AsyncClient
 from shared.connect import connect, connect_pubsub
-from shared.jobs import LaneLimits, Lifetime, RateLimits, ReplicaWait
+from shared.jobs import LaneLimits, Lifetime, QueuedLimits, RateLimits, ReplicaWait
 from shared.jobstore import JobStore
 from shared.redis_url import mask
 from shared.settings import GatewaySettings
@@ -123,14 +124,17 @@ async def _open(settings: GatewaySettings, metrics: GatewayMetrics, stack: Async
 
 def _entrance(client: AsyncClient, store: JobStore, loads: PoolLoads, settings: GatewaySettings) -> Entrance:
     tenants = Tenants(client)
+    longest_s = settings.deadline_s + settings.max_run_s + settings.retention_s
+    queued = QueuedLimits(settings.max_tenant_queued_jobs, settings.max_tenant_queued_tokens)
     return Entrance(
         store,
-        Idempotency(tenants, settings.deadline_s + settings.max_run_s + settings.retention_s),
+        Idempotency(tenants, longest_s),
         Limiter(
             tenants,
             loads,
             RateLimits(settings.rate_limit_requests, settings.rate_limit_tokens),
             PoolLimits(settings.max_pool_queued_jobs, settings.max_pool_queued_tokens),
+            TenantQueues(tenants, queued, longest_s),
         ),
     )
 

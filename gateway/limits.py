@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway.load import PoolLoad, PoolLoads
-from shared.errors import InvalidRequestError, OverloadedError
-from shared.jobs import RateLimits, Spent
+from gateway.tenant_queue import TenantQueues
+from shared.errors import InvalidRequestError, OverloadedError, RopewayError
+from shared.jobs import QueuedCount, QueuedLimits, RateLimits, Spent
 from shared.keys import JobId
 from shared.protocol import Envelope
 from shared.tenants import Tenants
@@ -31,10 +32,14 @@ class Limiter:
         loads: of pools.
         rates: of each tenant.
         pools: of each pool.
+        queues: of each tenant over all pools.
     """
 
-    def __init__(self, tenants: Tenants, loads: PoolLoads, rates: RateLimits, pools: PoolLimits) -> None:
+    def __init__(
+        self, tenants: Tenants, loads: PoolLoads, rates: RateLimits, pools: PoolLimits, queues: TenantQueues
+    ) -> None:
         self._tenants, self._loads, self._rates, self._pools = tenants, loads, rates, pools
+        self._queues = queues
 
     async def admit(self, tenant: str, envelopes: Sequence[Envelope]) -> Mapping[str, str]:
         """Count a request with its jobs against all limits.
@@ -44,11 +49,41 @@ class Limiter:
 
         Raises:
             OverloadedError: a limit is reached; nothing was counted.
-            InvalidRequestError: it asks for more tokens than a minute has; no waiting helps.
+            InvalidRequestError: it asks for more than a limit as a whole; no waiting helps.
             ServiceUnavailableError: Redis is away.
         """
         tokens = sum(envelope.cost_tokens for envelope in envelopes)
-        self._check_pool(JobId.parse(envelopes[0].id).pool, len(envelopes), tokens)
+        pool = JobId.parse(envelopes[0].id).pool
+        self._check_pool(pool, len(envelopes), tokens)
+        if not self._queues.limits.any:
+            return await self._spend(tenant, tokens)
+        jobs = {envelope.id: envelope.cost_tokens for envelope in envelopes}
+        await self._enter(tenant, pool, jobs)
+        try:
+            return await self._spend(tenant, tokens)
+        except RopewayError:
+            await self._queues.leave(tenant, jobs)
+            raise
+
+    async def _enter(self, tenant: str, pool: str, jobs: Mapping[str, int]) -> None:
+        """Count a request's jobs among those that the tenant has queued."""
+        most, tokens = self._queues.limits, sum(jobs.values())
+        for name, wanted, limit in (("jobs", len(jobs), most.jobs), ("tokens", tokens, most.tokens)):
+            if limit is not None and wanted > limit:
+                raise InvalidRequestError(
+                    f"the request needs {wanted} {name} in the queue; {limit} may be queued for an API key",
+                    code="tenant_queue_full",
+                )
+        count = await self._queues.enter(tenant, jobs)
+        if not count.allowed:
+            state = self._loads.of(pool)
+            raise OverloadedError(
+                f"too much is queued for this API key: {_limited(count, most)}",
+                code="tenant_queue_full",
+                retry_after=state.retry_after(),
+            )
+
+    async def _spend(self, tenant: str, tokens: int) -> Mapping[str, str]:
         if not self._rates.any:
             return {}
         spent = await self._tenants.spend(tenant, self._rates, 1, tokens)
@@ -80,6 +115,11 @@ class Limiter:
 
 def _full(state: PoolLoad, what: str) -> OverloadedError:
     return OverloadedError(f"the queue of this model is full: {what}", retry_after=state.retry_after())
+
+
+def _limited(count: QueuedCount, most: QueuedLimits) -> str:
+    pairs = ((count.jobs, most.jobs, "jobs"), (count.tokens, most.tokens, "tokens"))
+    return ", ".join(f"{queued} {name} of {limit}" for queued, limit, name in pairs if limit is not None)
 
 
 def _what(rates: RateLimits) -> str:

@@ -236,6 +236,28 @@ class RateLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class QueuedLimits:
+    """What a tenant may have queued at once, over all lanes of all pools; None is no limit."""
+
+    jobs: int | None = None
+    tokens: int | None = None
+
+    @property
+    def any(self) -> bool:
+        """Whether there is anything to count."""
+        return self.jobs is not None or self.tokens is not None
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedCount:
+    """Answer of `Tenants.enter`: what counts as queued; with `allowed`, what was asked for is among it."""
+
+    allowed: bool
+    jobs: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Spent:
     """Answer of `Tenants.spend`.
 

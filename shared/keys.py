@@ -158,6 +158,11 @@ def rate(tenant: str) -> str:
     return f"rw:{{{tenant}}}:rate"
 
 
+def queued(tenant: str) -> str:
+    """Hash: a tenant's queued jobs, as far as gateways know; only where they are limited."""
+    return f"rw:{{{tenant}}}:queued"
+
+
 def idempotency(tenant: str, digest: str) -> str:
     """String: the request that a tenant's idempotency key, of this hash, stands for."""
     return f"rw:{{{tenant}}}:idem:{digest}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from importlib.resources import files
@@ -30,6 +30,7 @@ from shared.jobs import (
     PullBudget,
     Pulled,
     PulledJob,
+    QueuedLimits,
     RateLimits,
     ReplicaWait,
     Submitted,
@@ -346,6 +347,17 @@ def spend(tenant: str, limits: RateLimits, requests: int, tokens: int) -> Call:
     """Count against a tenant's limits."""
     most = [-1 if limit is None else limit for limit in (limits.requests, limits.tokens)]
     return _call("spend", [keys.rate(tenant)], [*most, requests, tokens])
+
+
+def enter(tenant: str, limits: QueuedLimits, jobs: Mapping[str, int], ttl_s: float) -> Call:
+    """Count jobs, with their costs, as queued ones of a tenant."""
+    most = [-1 if limit is None else limit for limit in (limits.jobs, limits.tokens)]
+    return _call("enter", [keys.queued(tenant)], [*most, _ms(ttl_s), *(part for job in jobs.items() for part in job)])
+
+
+def leave(tenant: str, job_ids: Sequence[str | bytes]) -> Call:
+    """Count jobs as queued no longer."""
+    return _call("leave", [keys.queued(tenant)], job_ids)
 
 
 def parse_id(text: str) -> JobId:

@@ -45,6 +45,12 @@ class GatewaySettings(CommonSettings):
     max_pool_queued_tokens: int | None = Field(
         None, ge=1, description="about the most queued tokens per pool; above it 429"
     )
+    max_tenant_queued_jobs: int | None = Field(
+        None, ge=1, description="about the most queued jobs per API key, over all models; above it 429"
+    )
+    max_tenant_queued_tokens: int | None = Field(
+        None, ge=1, description="about the most queued tokens per API key, over all models; above it 429"
+    )
     rate_limit_requests: int | None = Field(None, ge=1, description="requests per minute and API key; above it 429")
     rate_limit_tokens: int | None = Field(
         None, ge=1, description="tokens per minute and API key, prompts and max_tokens; above it 429"

@@ -234,3 +234,54 @@ async def test_retry_after_follows_the_drain_rate(redis_url: str) -> None:
         refused = await post(g, order, {}, "jobs")
         assert refused.status_code == 429
         assert 15 <= int(refused.headers["retry-after"]) <= 21
+
+
+async def test_what_a_tenant_may_have_queued_over_all_lanes(redis_url: str) -> None:
+    settings: dict[str, Any] = {"max_tenant_queued_jobs": 3, "api_keys": ["one", "two"]}
+    async with serve(redis_url, card=support.card(lanes=4), **settings) as g:
+        order = {"kind": "completion", "body": completion([1, 2], max_tokens=8)}
+        one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+        answers = [await post(g, order, one, "jobs") for _ in range(4)]
+        assert [a.status_code for a in answers] == [202] * 3 + [429]
+        error = answers[3].json()["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "tenant_queue_full")
+        assert "3 jobs of 3" in error["message"]
+        assert int(answers[3].headers["retry-after"]) >= 1
+        assert (await post(g, order, two, "jobs")).status_code == 202, "another key is another tenant"
+        assert await g.worker.queued(4) == 4
+
+        for _ in range(4):  # what runs is not queued
+            await g.worker.pull(4)
+        g.services.entrance._limiter._queues._looked_until.clear()  # as a second later
+        again = await asyncio.gather(*(post(g, order, one, "jobs") for _ in range(5)))
+        assert sorted(a.status_code for a in again) == [202] * 3 + [429] * 2, "they share one look"
+        cancelled = next(a for a in again if a.status_code == 202).json()["id"]
+        await g.http.post(f"/v1/jobs/{cancelled}/cancel", headers=one)
+        g.services.entrance._limiter._queues._looked_until.clear()
+        assert (await post(g, order, one, "jobs")).status_code == 202
+
+
+async def test_tokens_that_a_tenant_may_have_queued(redis_url: str) -> None:
+    async with serve(redis_url, max_tenant_queued_tokens=100, rate_limit_requests=3) as g:
+        fits = {"kind": "completion", "body": completion([1, 2], max_tokens=48)}
+        assert [(await post(g, fits, {}, "jobs")).status_code for _ in range(2)] == [202] * 2
+        full = await post(g, {"kind": "completion", "body": completion([1], max_tokens=1)}, {}, "jobs")
+        assert full.json()["error"]["code"] == "tenant_queue_full"
+        never = await post(g, {"kind": "completion", "body": completion([1], max_tokens=100)}, {}, "jobs")
+        assert never.status_code == 400, "no waiting helps"
+        assert "101 tokens" in never.json()["error"]["message"]
+        # What a rate limit refuses does not count as queued.
+        for _ in range(2):
+            await g.worker.pull()
+        g.services.entrance._limiter._queues._looked_until.clear()
+        answers = [await post(g, fits, {}, "jobs") for _ in range(3)]
+        assert [(a.json().get("error") or {}).get("code") for a in answers] == [None, *["rate_limit_exceeded"] * 2]
+        assert await g.worker.queued() == 1
+
+
+async def test_a_repeat_does_not_count_as_queued_again(redis_url: str) -> None:
+    async with serve(redis_url, max_tenant_queued_jobs=1) as g:
+        order = {"kind": "chat", "body": chat()}
+        answers = [await post(g, order, path="jobs") for _ in range(3)]
+        assert [a.status_code for a in answers] == [202] * 3
+        assert (await post(g, order, {}, "jobs")).status_code == 429

@@ -11,8 +11,10 @@ import pytest
 from shared import keys
 from shared.calls import AsyncClient
 from shared.errors import ForeignDataError
-from shared.jobs import RateLimits
+from shared.jobs import QueuedCount, QueuedLimits, RateLimits
+from shared.keys import JobId
 from shared.tenants import IdempotentRequest, Tenants
+from tests.support.jobs import KEEP, budget, envelope, last
 
 
 @pytest.fixture
@@ -98,3 +100,67 @@ async def test_a_record_that_does_not_read_is_said(tenants: Tenants, client: Any
     await client.set(name, b"\xc1")
     with pytest.raises(ForeignDataError):
         await tenants.claim("t", "key", request(), 60)
+
+
+def ids(count: int, lanes: int = 4) -> list[str]:
+    return [str(JobId.new("pool", number % lanes)) for number in range(count)]
+
+
+@pytest.mark.topologies
+async def test_only_what_still_waits_counts_after_a_look(tenants: Tenants, client: Any) -> None:
+    limits = QueuedLimits(jobs=6)
+    waits, runs, ended, cancelled, foreign = (envelope(lane=lane) for lane in range(5))
+    jobs = {e.id: e.cost_tokens for e in (waits, runs, ended, cancelled, foreign)}
+    (never,) = ids(1)
+    assert await tenants.enter("t", limits, {**jobs, never: 10}, 60) == QueuedCount(True, 6, 60)
+    for job in (waits, runs, ended, cancelled):
+        await tenants.submit(job)
+    await tenants.pull("pool", 1, "w", budget(), KEEP)
+    (taken,) = (await tenants.pull("pool", 2, "w", budget(), KEEP)).jobs
+    await tenants.publish([last(taken, "w", 1)])
+    await tenants.cancel(cancelled.id)
+    await client.set(keys.job(JobId.parse(foreign.id)), b"something else")
+    assert await tenants.enter("t", limits, {ids(1)[0]: 10}, 60) == QueuedCount(False, 6, 60)
+
+    assert await tenants.settle("t") == 4
+    # The one that has no job may be on its way; it counts for a while.
+    assert await tenants.enter("t", limits, {}, 60) == QueuedCount(True, 2, 20)
+    held = await client.hget(keys.queued("t"), never)
+    await client.hset(keys.queued("t"), never, held.split()[0] + b" 1000")  # entered long ago
+    assert await tenants.settle("t") == 1
+    assert await tenants.enter("t", limits, {}, 60) == QueuedCount(True, 1, 10)
+
+
+async def test_all_jobs_of_a_request_are_counted_or_none_and_once(tenants: Tenants, client: Any) -> None:
+    limits = QueuedLimits(jobs=3, tokens=100)
+    first = dict.fromkeys(ids(2), 30)
+    assert await tenants.enter("t", limits, first, 60) == QueuedCount(True, 2, 60)
+    assert await tenants.enter("t", limits, first, 60) == QueuedCount(True, 2, 60), "a repeat of the call"
+    assert await tenants.enter("t", limits, dict.fromkeys(ids(2), 1), 60) == QueuedCount(False, 2, 60)
+    assert await tenants.enter("t", limits, dict.fromkeys(ids(1), 41), 60) == QueuedCount(False, 2, 60)
+    assert await tenants.enter("other", limits, dict.fromkeys(ids(3), 33), 60) == QueuedCount(True, 3, 99)
+    assert await tenants.enter("t", limits, dict.fromkeys(ids(1), 40), 60) == QueuedCount(True, 3, 100)
+    await tenants.leave("t", [*first])
+    assert await tenants.enter("t", limits, {}, 60) == QueuedCount(True, 1, 40)
+
+
+async def test_nothing_of_a_count_stays_for_ever(tenants: Tenants, client: Any) -> None:
+    jobs = dict.fromkeys(ids(3), 5)
+    await tenants.enter("t", QueuedLimits(jobs=9), jobs, 60)
+    assert 0 < await client.pttl(keys.queued("t")) <= 60_000
+    await tenants.leave("t", [*jobs, "unknown"])
+    assert not await client.exists(keys.queued("t"))
+
+
+async def test_a_count_of_many_gateways_at_once_is_within_its_limit(tenants: Tenants) -> None:
+    answers = await asyncio.gather(*(tenants.enter("t", QueuedLimits(jobs=50), {i: 1}, 60) for i in ids(200)))
+    assert sum(answer.allowed for answer in answers) == 50
+
+
+async def test_a_count_that_somebody_wrote_into_is_right_after_a_look(tenants: Tenants, client: Any) -> None:
+    job = envelope()
+    await tenants.submit(job)
+    await tenants.enter("t", QueuedLimits(jobs=2), {job.id: job.cost_tokens}, 60)
+    await client.hset(keys.queued("t"), mapping={b"\xff\xfe": b"7 x", "tokens": b"nonsense", ids(1)[0]: b"much"})
+    await tenants.settle("t")
+    assert await tenants.enter("t", QueuedLimits(jobs=2), {}, 60) == QueuedCount(True, 1, job.cost_tokens)

@@ -22,6 +22,7 @@ from shared.jobs import (
     Publish,
     PullBudget,
     PulledJob,
+    QueuedLimits,
     RateLimits,
     Submitted,
 )
@@ -50,6 +51,8 @@ CALLS = {
     "sweep": scripts.sweep("p", 3, keys.queue("p", 3, "high", 2), "-", 10, 1000),
     "claim": scripts.claim(keys.idempotency("t", "d"), b"r", 60.0),
     "spend": scripts.spend("t", RateLimits(10, 100), 1, 20),
+    "enter": scripts.enter("t", QueuedLimits(3, 100), {str(JOB_ID): 20}, 60.0),
+    "leave": scripts.leave("t", [str(JOB_ID)]),
     "recount": scripts.recount("p", 3),
     "restore": scripts.restore(JOB_ID, "q:high:2"),
 }
@@ -63,7 +66,7 @@ def test_every_script_has_a_call() -> None:
 def test_the_header_comes_first_and_has_the_flags(name: str) -> None:
     text = scripts.load(name).text
     first, second = text.split("\n", 2)[:2]
-    frees = {"publish", "cancel", "release", "renew", "pull", "bury", "sweep", "recount", "restore"}
+    frees = {"publish", "cancel", "release", "renew", "pull", "bury", "sweep", "recount", "restore", "leave"}
     frees |= {"forget", "forget_dead"}
     assert first == ("#!lua flags=allow-oom" if name in frees else "#!lua")
     assert second.startswith("-- Put in front of every script")
