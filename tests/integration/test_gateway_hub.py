@@ -279,11 +279,12 @@ async def test_a_job_that_redis_forgot_ends_with_an_error(
     assert response.json()["error"]["code"] == "job_lost"
 
 
-async def test_a_log_with_a_hole_ends_with_an_error(
-    gateway: Gateway, admin: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_log_with_a_hole_ends_with_an_error(gateway: Gateway, admin: Any) -> None:
     job = await submitted(gateway)
-    await job.answer("a", "b", "c")
+    # Heard before there is a hole: a cluster passes messages on late, and a late one would fill it.
+    async with await gateway.services.hub.follow([job.id]) as follower:
+        await job.answer("a", "b", "c")
+        await read(follower)
     await admin.xdel(keys.events(JobId.parse(job.id)), "2-0")
     async with await gateway.services.hub.follow([job.id]) as follower:
         follower.tracks[0].look()
