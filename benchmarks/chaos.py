@@ -6,8 +6,9 @@
 
 Gateways, workers and a Redis with an append-only file are processes; each of ours is behind a proxy of its own. Workers
 are killed, paused past their lease, drained, hurried, and hang; gateways are killed and drained; connections are killed
-and cut, networks fall silent; Redis is killed and starts from its file. Clients stream, wait, follow, cancel, leave and
-come back. Every answer is compared with that of an undisturbed run: a simulated engine's is known, a model's is run.
+and cut, networks fall silent; Redis is killed and starts from its file, stands still, is full; the pool is paused.
+Clients stream, wait, follow, cancel, leave and come back. Every answer is compared with that of an undisturbed run: a
+simulated engine's is known, a model's is run.
 
 Exit code 1 where anything is lost, missing, doubled, fenced or different, where anything is left over in Redis, or
 where a process ended that nobody had told to. Without `--deterministic` a model's answers may be different: the share

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import sys
 import time
+from asyncio.subprocess import DEVNULL
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +16,7 @@ import redis
 
 from shared.keys import JobId, job
 from tests.support.chaos.ear import Ear
-from tests.support.chaos.fleet import Fleet, Member
+from tests.support.chaos.fleet import ROOT, Fleet, Member
 from tests.support.chaos.plan import Disturbance
 from worker.pulse import EXIT_STALLED
 
@@ -54,8 +56,8 @@ class Hit:
 class Weather:
     """Carries disturbances out. `client` goes straight to Redis, past every proxy."""
 
-    def __init__(self, fleet: Fleet, client: Any, ear: Ear, times: Times) -> None:
-        self._fleet, self._client, self._ear, self._times = fleet, client, ear, times
+    def __init__(self, fleet: Fleet, client: Any, ear: Ear, times: Times, pool: str) -> None:
+        self._fleet, self._client, self._ear, self._times, self._pool = fleet, client, ear, times, pool
         self._redis_lock = asyncio.Lock()
         self._kinds: dict[str, Callable[[Disturbance], Awaitable[Hit]]] = {
             "kill_worker": self._kill_worker,
@@ -69,6 +71,9 @@ class Weather:
             "pause_network": self._pause_network,
             "cut_network": self._cut_network,
             "restart_redis": self._restart_redis,
+            "freeze_redis": self._freeze_redis,
+            "fill_redis": self._fill_redis,
+            "pause_pool": self._pause_pool,
         }
 
     async def strike(self, disturbance: Disturbance) -> Hit:
@@ -183,6 +188,38 @@ class Weather:
             hit = Hit("restart_redis", "redis", time.monotonic())
             await self._fleet.restart_redis(3 * self._times.lease_s * disturbance.seconds)
         return hit
+
+    async def _freeze_redis(self, disturbance: Disturbance) -> Hit:
+        async with self._redis_lock:
+            hit = Hit("freeze_redis", "redis", time.monotonic())
+            with self._fleet.redis.frozen():
+                await asyncio.sleep(3 * self._times.lease_s * disturbance.seconds)
+        return hit
+
+    async def _fill_redis(self, disturbance: Disturbance) -> Hit:
+        async with self._redis_lock:
+            hit = Hit("fill_redis", "redis", time.monotonic())
+            await self._client.config_set("maxmemory", "1mb")
+            await asyncio.sleep(3 * self._times.lease_s * disturbance.seconds)
+            await self._client.config_set("maxmemory", 0)
+        return hit
+
+    # The pool
+
+    async def _pause_pool(self, disturbance: Disturbance) -> Hit:
+        hit = Hit("pause_pool", self._pool, time.monotonic())
+        await self._command("pool", "pause", self._pool)
+        await asyncio.sleep(2 * self._times.lease_s * disturbance.seconds)
+        await self._command("pool", "unpause", self._pool)
+        return hit
+
+    async def _command(self, *words: str) -> None:
+        """An operator's command, given again until it succeeds: Redis may be away."""
+        command = [sys.executable, "-m", "ropeway", *words, "--redis", self._fleet.redis.url]
+        while True:
+            process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=DEVNULL, stderr=DEVNULL)
+            if await process.wait() == 0:
+                return
 
 
 def _rotated(members: Sequence[Member], victim: float) -> list[Member]:

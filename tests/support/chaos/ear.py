@@ -81,9 +81,10 @@ class Ear:
                 await asyncio.sleep(0.05)
 
     def _hear(self, channel: str, data: bytes) -> None:
-        job_id, head = channel.partition(":ev:")[2], _decoder.decode(data)
-        if JobId.match(job_id) is None:
+        job_id = channel.partition(":ev:")[2]
+        if JobId.match(job_id) is None or not data:  # a large frame is in the log alone
             return
+        head = _decoder.decode(data)
         heard = self.jobs.setdefault(job_id, Heard())
         heard.epochs.append(head.epoch)
         heard.times.append(time.monotonic())

@@ -26,6 +26,9 @@ WEIGHTS: Mapping[str, int] = {
     "pause_network": 8,
     "cut_network": 6,
     "restart_redis": 4,
+    "freeze_redis": 4,
+    "fill_redis": 3,
+    "pause_pool": 4,
 }
 
 _TEXT = (

@@ -188,7 +188,7 @@ async def run(config: Config, plan: Plan, reference: Reference | None = None) ->
             async with Ear(fleet.redis.url) as ear:
                 await fleet.wait_ready()
                 times = Times(config.lease_s, config.grace_s, config.step_timeout_s)
-                stage = _Stage(config, plan, fleet, Weather(fleet, client, ear, times), ear)
+                stage = _Stage(config, plan, fleet, Weather(fleet, client, ear, times, config.pool), ear)
                 report.began = time.monotonic()
                 witnesses = await stage.run()
                 report.seconds = time.monotonic() - report.began
