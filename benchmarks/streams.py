@@ -144,7 +144,7 @@ async def _listen(pubsub: object, heard: dict[tuple[str, int], float]) -> None:
     """When the sampled frames were published."""
     while True:
         message = await pubsub.get_message(timeout=1.0)  # type: ignore[attr-defined]
-        if message is not None and message["type"] == "message":
+        if message is not None and message["type"] == "message" and message["data"]:
             job_id = message["channel"].decode().partition(":ev:")[2]
             heard[job_id, _decoder.decode(message["data"]).seq] = time.monotonic()
 

@@ -50,7 +50,10 @@ class Track:
         self._pause, self._due, self._fruitless = FIRST_LOOK_S, time.monotonic() + FIRST_LOOK_S, 0
 
     def push(self, data: bytes) -> None:
-        """A message of the channel."""
+        """A message of the channel; an empty one stands for a frame that is in the log alone."""
+        if not data:
+            self.look()
+            return
         if len(self._queue) >= self._size:
             self._queue.clear()
             self.needs_log = True

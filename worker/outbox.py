@@ -26,6 +26,8 @@ from worker.transcript import wire_logprob
 
 #: Bytes, roughly, above which what was gathered becomes a frame of its own.
 _FRAME_BYTES = 512 * 1024
+#: Bytes of one job's frames above which the rest waits for the next pipeline.
+_SEND_BYTES = 1024 * 1024
 _TOKEN_BYTES = 12
 #: Of one candidate, without the bytes of its token.
 _LOGPROB_BYTES = 64
@@ -72,6 +74,7 @@ class Outbox:
     first_token: float | None = None
     _seq: int = 0
     _frames: list[bytes] = field(default_factory=list)
+    _taken: int = 0
     _started: bool = False
     _prompt: list[TokenLogprob] = field(default_factory=list)
     _gathered: dict[int, ChoiceFrame] = field(default_factory=dict)
@@ -99,17 +102,38 @@ class Outbox:
             self.due = time.monotonic() + self.job.envelope.flush_ms / 1e3
 
     def take(self, owner: str) -> Publish | None:
-        """Everything that is to be sent, or None. The same again until `accepted` is called, and what came since."""
+        """What is to be sent next, or None. The same again until `accepted` is called, and what came since.
+
+        After an outage, or a step over a long prompt, not everything at once: Redis serves others too.
+        """
         self._seal()
         if not self._frames:
             return None
+        taken, size = 0, 0
+        while taken < len(self._frames) and size < _SEND_BYTES:
+            size += len(self._frames[taken])
+            taken += 1
+        self._taken = taken
         first = self._seq - len(self._frames) + 1
-        return Publish(self.job.id, owner, self.job.epoch, first, list(self._frames), self.ending)
+        ending = self.ending if taken == len(self._frames) else None
+        return Publish(self.job.id, owner, self.job.epoch, first, self._frames[:taken], ending)
 
-    def accepted(self) -> None:
-        """What `take` answered last is in Redis."""
-        self._frames.clear()
-        self.due, self.weight = None, 0
+    def accepted(self) -> int:
+        """What `take` answered last is in Redis. Answers about how many bytes wait no more."""
+        del self._frames[: self._taken]
+        self._taken = 0
+        if not self._frames:
+            freed, self.due, self.weight = self.weight, None, 0
+            return freed
+        self.due = time.monotonic()
+        freed = min(self.weight, _SEND_BYTES)
+        self.weight -= freed
+        return freed
+
+    @property
+    def empty(self) -> bool:
+        """Everything that was put in is in Redis."""
+        return not (self._frames or self._gathered or self._prompt or self._started)
 
     def _gather_prompt(self, entries: Iterable[LogprobEntry]) -> None:
         """One step may bring thousands of them, each with its candidates: a frame is full in the middle of it."""

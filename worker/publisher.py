@@ -28,6 +28,9 @@ from worker.pulse import Fatal, Pulse, WatchedThread
 _log = structlog.stdlib.get_logger("worker.publisher")
 _T = TypeVar("_T")
 
+#: Bytes of frames in one pipeline, above which the jobs that are left wait for the next.
+_PIPELINE_BYTES = 4 * 1024 * 1024
+
 #: Redis is away, loading, full, read-only or in trouble.
 REDIS_TROUBLE = (redis.RedisError, OSError, ServiceUnavailableError)
 
@@ -115,7 +118,7 @@ class Publisher(WatchedThread):
             due = [box for box in self._outboxes.values() if box.due is not None and (box.due <= now or self._closing)]
             if due:
                 self.pulse.busy = True
-                self._send(due)
+                self._send(sorted(due, key=lambda box: box.due or 0.0))
                 self.pulse.busy = False
             elif self._closing:
                 return
@@ -150,9 +153,14 @@ class Publisher(WatchedThread):
                 box.add(message)
 
     def _send(self, boxes: list[Outbox]) -> None:
-        """One pipeline; answers are passed on."""
+        """One pipeline; answers are passed on. What is too much for it stays due."""
         away: set[HeldJob] = set()
-        items = [(box, item) for box in boxes if (item := box.take(self._owner)) is not None]
+        items: list[tuple[Outbox, Publish]] = []
+        size = 0
+        for box in boxes:
+            if size < _PIPELINE_BYTES and (item := box.take(self._owner)) is not None:
+                items.append((box, item))
+                size += sum(map(len, item.frames))
         if items:
             answers: list[Publication | None] | list[Publication] | None
             try:
@@ -166,7 +174,7 @@ class Publisher(WatchedThread):
             away = {box.job for (box, _), answer in zip(items, answers, strict=True) if answer is Publication.AWAY}
             self._put_off([box for box, _ in items if box.job in away])
         for box in boxes:
-            if box.handover and box.job in self._outboxes and box.job not in away:
+            if box.handover and box.empty and box.job in self._outboxes and box.job not in away:
                 self._hand_over(box)
 
     def _put_off(self, boxes: Collection[Outbox]) -> None:
@@ -213,9 +221,8 @@ class Publisher(WatchedThread):
             self._let_go(job)
             self._on_end(job, Cause.FENCED)
             return
-        self._account(-box.weight)
-        box.accepted()
-        if box.ending is not None:
+        self._account(-box.accepted())
+        if box.ending is not None and box.empty:
             self._metrics.ended(box.ending.status, *box.summary)
             self._let_go(job)
         elif answer is Publication.CANCELLED and not box.told:

@@ -1,10 +1,12 @@
 #!lua flags=allow-oom
 -- Append frames to a job's log and send them; the last one ends the job. Calling it again is harmless.
+-- What is large is not sent: in its place goes an empty message, and who listens reads the log, at a pace of its own.
 --
 -- KEYS  1 job hash  2 log and channel  3 stats  4 outbox
 -- ARGV  1 id  2 owner  3 epoch  4 sequence number of the first frame  5 number of frames  6... frames,
 --       then for the last frame of a job: final status, result
 -- Answers 0 fine, 1 fine and somebody asked for the job's end, 2 fenced: nothing written.
+local SENT_BYTES = 65536
 local key, log = KEYS[1], KEYS[2]
 local first, frames = tonumber(ARGV[4]), tonumber(ARGV[5])
 local status, result = ARGV[6 + frames], ARGV[7 + frames]
@@ -29,7 +31,7 @@ local appended = math.max(0, last - seq)
 for n = frames - appended + 1, frames do
   local frame = ARGV[5 + n]
   redis.call('XADD', log, int(first + n - 1) .. '-0', 'f', frame)
-  redis.call('PUBLISH', log, frame)
+  redis.call('PUBLISH', log, #frame <= SENT_BYTES and frame or '')
 end
 if appended > 0 then
   redis.call('HSET', key, 'seq', int(last))

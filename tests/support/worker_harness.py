@@ -142,7 +142,7 @@ class Follower:
                     subscribed.set()
                     while not (self.frames and self.frames[-1].last):
                         message = await pubsub.get_message(timeout=1.0)
-                        if message is None or message["type"] != "message":
+                        if message is None or message["type"] != "message" or not message["data"]:
                             await self._catch_up(store)
                         else:
                             await self._take([message["data"]])

@@ -17,7 +17,7 @@ from shared.jobs import Lifetime, Publication, Publish, PulledJob
 from shared.jobstore import JobStore, SyncJobStore
 from shared.keys import GROUP, JobId
 from shared.protocol import Frame, Result, decode
-from tests.support.jobs import KEEP, NOW, POOL, budget, check_lane, envelope, last, owned, tokens
+from tests.support.jobs import KEEP, NOW, POOL, budget, check_lane, envelope, frame, last, owned, tokens
 
 pytestmark = pytest.mark.topologies
 FINE, CANCELLED, FENCED = Publication.FINE, Publication.CANCELLED, Publication.FENCED
@@ -48,6 +48,19 @@ async def test_frames_reach_log_and_channel_in_order(store: JobStore, client: An
     assert await store.read_log(job.envelope.id, count=1) == first.frames[:1]
     await pubsub.aclose()
     await check_lane(client, [job.envelope.id])
+
+
+async def test_what_is_large_is_in_the_log_and_an_empty_message_stands_for_it(store: JobStore, client: Any) -> None:
+    job = await running(store)
+    pubsub = client.pubsub()
+    await pubsub.subscribe(keys.events(JobId.parse(job.envelope.id)))
+    await pubsub.get_message(timeout=5)
+    frames = [frame(job.epoch, seq, text="x" * size) for seq, size in ((1, 1), (2, 65_000), (3, 70_000), (4, 1))]
+    assert await store.publish([Publish(job.envelope.id, "w", job.epoch, 1, frames)]) == [FINE]
+    sent = [(await pubsub.get_message(timeout=5))["data"] for _ in range(4)]
+    assert sent == [*frames[:2], b"", frames[3]]
+    assert await store.read_log(job.envelope.id) == frames
+    await pubsub.aclose()
 
 
 async def test_the_log_expires_with_its_job(store: JobStore, client: Any) -> None:

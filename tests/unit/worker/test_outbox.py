@@ -18,6 +18,19 @@ def frames(item: Publish | None) -> list[Frame]:
     return [decode(data, Frame) for data in item.frames]
 
 
+def sent(box: Outbox) -> list[Publish]:
+    """All that a box sends, one pipeline after the other, each of bounded size."""
+    items = []
+    while (item := box.take("me")) is not None:
+        assert sum(map(len, item.frames)) < outbox._SEND_BYTES + protocol.MAX_FRAME_BYTES // 4
+        assert not box.empty
+        box.accepted()
+        assert (box.due is None) == box.empty, "what is left is due at once"
+        items.append(item)
+    assert box.empty and box.weight == 0
+    return items
+
+
 def test_nothing_gathered_is_nothing_to_send() -> None:
     box = Outbox(held())
     assert box.take("me") is None and box.due is None
@@ -97,10 +110,10 @@ def test_much_at_once_is_split_into_frames_of_bounded_size() -> None:
         step = delta(0, n, n)
         step.logprobs = [LogprobEntry(n, -1.0, 1, b"token", top)]
         box.add(progress(box.job, step))
-    item = box.take("me")
-    assert item is not None and len(item.frames) > 3
-    assert max(len(data) for data in item.frames) < 2 * outbox._FRAME_BYTES
-    assert [i for frame in frames(item) for c in frame.choices for i in c.ids] == list(range(3000))
+    items = sent(box)
+    assert len(items) > 2 and len(items[0].frames) > 1
+    assert max(len(data) for item in items for data in item.frames) < 2 * outbox._FRAME_BYTES
+    assert [i for item in items for frame in frames(item) for c in frame.choices for i in c.ids] == list(range(3000))
 
 
 def entry(token: int, candidates: int = 0) -> LogprobEntry:
@@ -143,14 +156,25 @@ def test_a_prompt_of_one_step_is_split_into_frames_of_bounded_size() -> None:
     box.add(message)
     assert box.due is not None, "what was sealed on the way waits for nothing more"
     box.add(progress(box.job, delta(0, 0, 1)))
-    item = box.take("me")
-    assert item is not None
-    sizes = [len(data) for data in item.frames]
-    assert max(sizes) < protocol.MAX_FRAME_BYTES // 4
+    items = sent(box)
+    assert len(items) > 10
+    assert max(len(data) for item in items for data in item.frames) < protocol.MAX_FRAME_BYTES // 4
     assert message.weight > 16_384 * 21 * 40, "they count in what may wait for Redis"
-    got = frames(item)
+    got = [frame for item in items for frame in frames(item)]
     assert [e.id for frame in got for e in frame.prompt_logprobs] == list(range(2, 16_386))
     assert [frame.choices != [] for frame in got] == [False] * (len(got) - 1) + [True]
+
+
+def test_the_end_travels_with_the_last_of_many_frames_and_is_repeated_with_it() -> None:
+    box = Outbox(held(prompt=3000, prompt_logprobs=20))
+    box.add(progress(box.job, prompt=[entry(token, 20) for token in range(2, 3001)], started=True))
+    box.add(progress(box.job, delta(0, 0, 1, finish="length"), status="completed"))
+    first = box.take("me")
+    assert first is not None and first.ending is None and box.ending is not None
+    assert box.take("me") == first, "as long as it is not accepted"
+    items = sent(box)
+    assert items[0] == first and [item.ending is None for item in items] == [True] * (len(items) - 1) + [False]
+    assert [item.first_seq for item in items[1:]] == [item.first_seq + len(item.frames) for item in items[:-1]]
 
 
 def test_a_prompt_with_more_log_probabilities_than_a_result_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:

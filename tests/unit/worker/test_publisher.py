@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from engine.request import LogprobEntry
 from shared.errors import ForeignDataError, ProtocolError
 from shared.jobs import Publication
 from tests.unit.worker.parts import FakeStore, away, delta, held, progress
 from worker.holdings import Holdings
-from worker.job import Cause, Handover, HeldJob
+from worker.job import Cause, Handover, HeldJob, Progress
 from worker.metrics import WorkerMetrics
 from worker.publisher import Publisher
 
@@ -162,6 +164,39 @@ def test_flush_ms_gathers_and_the_end_does_not_wait_for_it(setup: Setup) -> None
     setup.store.wait_calls(2)
     assert setup.publisher.close(5)
     assert [len(frame.choices[0].ids) for frame in setup.store.frames[job.id] if frame.choices] == [6]
+
+
+def large(job: HeldJob, count: int, **fields: Any) -> Progress:
+    """About `count` times 20 KB of log probabilities of the prompt."""
+    top = [(token, -1.0, token, bytes(900)) for token in range(20)]
+    return progress(job, prompt=[LogprobEntry(token, -1.0, 1, b"x", top) for token in range(count)], **fields)
+
+
+def test_much_at_once_goes_in_pipelines_of_bounded_size_and_in_turn(setup: Setup) -> None:
+    gate = threading.Event()
+    setup.store.script = [lambda _: gate.wait(20) and None]
+    first = setup.job()
+    setup.publisher.put([progress(first, delta(0, 0, 0))])
+    setup.store.wait_calls(1)
+    jobs = [setup.job(prompt=1001, prompt_logprobs=20) for _ in range(8)]
+    for job in jobs:
+        setup.publisher.put([large(job, 300)])
+        setup.publisher.put([progress(job, delta(0, 0, 7, finish="length"), status="completed")])
+    small = setup.job()
+    setup.publisher.put([progress(small, delta(0, 0, 0, finish="length"), status="completed")])
+    released = setup.job(prompt=1001, prompt_logprobs=20)
+    setup.publisher.put([large(released, 200), Handover(released)])
+    gate.set()
+    assert setup.publisher.close(20)
+    sizes = [sum(len(data) for item in call for data in item.frames) for call in setup.store.calls]
+    assert max(sizes) < 6 * 2**20 and sum(sizes) > 40 * 2**20
+    assert all(setup.ids(job) == [7] for job in jobs)
+    assert setup.store.endings == dict.fromkeys([job.id for job in (*jobs, small)], "completed")
+    assert sum(len(frame.prompt_logprobs) for frame in setup.store.frames[released.id]) == 200
+    assert setup.store.released == [released.id], "once all of it was sent"
+    turn = next(n for n, call in enumerate(setup.store.calls) if any(item.job_id == small.id for item in call))
+    assert turn < 5, "a small one does not wait until the large ones are through"
+    assert setup.metrics.registry.get_sample_value("ropeway_publish_backlog_bytes", {"model_name": "m"}) == 0
 
 
 def test_a_full_backlog_is_told_and_so_is_room() -> None:
