@@ -25,6 +25,9 @@ local function keep_until(key, expires_ms)
   end
 end
 
+-- Expiry of counters that were made by something else than a submit, because somebody deleted those before.
+local STRAY_MS = 24 * 3600 * 1000
+
 -- Add to the exact counters of a state, `queued` or `running`: in total, and by class and bucket.
 local function count(state, class, bucket, jobs, tokens)
   local stats, place = PREFIX .. 'stats', ':' .. class .. ':' .. bucket
@@ -33,6 +36,7 @@ local function count(state, class, bucket, jobs, tokens)
   redis.call('HINCRBY', stats, state .. '_tokens', tokens)
   redis.call('HINCRBY', stats, state .. '_jobs' .. place, jobs)
   redis.call('HINCRBY', stats, state .. '_tokens' .. place, tokens)
+  redis.call('PEXPIRE', stats, STRAY_MS, 'NX')
 end
 
 local IS_CLASS = { high = true, normal = true, batch = true }

@@ -57,9 +57,14 @@ local function reclaim_stream(stream, class, bucket)
     return
   end
   repeat
-    -- pcall: the group may have been deleted by hand; find_head makes it again.
+    -- pcall: the group may have been deleted by hand. Made again, it has its entries pending on their owners: those of
+    -- dead ones are idle one lease later.
     local idle_entries = redis.pcall('XPENDING', stream, GROUP, 'IDLE', lease_ms, from, '+', 64)
-    if idle_entries.err or #idle_entries == 0 then
+    if idle_entries.err then
+      head(stream, class, bucket)
+      return
+    end
+    if #idle_entries == 0 then
       return
     end
     for _, pending in ipairs(idle_entries) do

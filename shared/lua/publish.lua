@@ -35,12 +35,11 @@ for n = frames - appended + 1, frames do
 end
 if appended > 0 then
   redis.call('HSET', key, 'seq', int(last))
+  -- Not with the first frame alone: somebody may have deleted the log since.
+  redis.call('PEXPIREAT', log, held[6], 'NX')
 end
 if status then
   close(read_job(ARGV[1]), status, result)
   return 0
-end
-if seq == 0 and appended > 0 then
-  redis.call('PEXPIREAT', log, held[6])
 end
 return held[5] == '1' and 1 or 0

@@ -8,8 +8,18 @@ local stats, entries = KEYS[1], 0
 for i = 2, #KEYS do
   entries = entries + redis.call('XLEN', KEYS[i])
 end
-local old = redis.call('HMGET', stats, 'queued_jobs', 'running_jobs')
-if entries == (tonumber(old[1]) or 0) + (tonumber(old[2]) or 0) then
+local old, below = redis.call('HGETALL', stats), false
+local counted = 0
+for i = 1, #old, 2 do
+  local number = tonumber(old[i + 1]) or -1
+  if string.find(old[i], '^queued_') or string.find(old[i], '^running_') then
+    below = below or number < 0
+  end
+  if old[i] == 'queued_jobs' or old[i] == 'running_jobs' then
+    counted = counted + number
+  end
+end
+if entries == counted and not below then
   return 0
 end
 

@@ -8,6 +8,6 @@ local held = redis.call('HMGET', KEYS[1], 'owner', 'epoch', 'status', 'cancel', 
 if held[1] ~= ARGV[1] or held[2] ~= ARGV[2] or held[3] ~= 'running' then
   return 2
 end
--- pcall: a stream or group that was deleted by hand is no reason to fence the owner.
-redis.pcall('XCLAIM', PREFIX .. held[5], GROUP, ARGV[1], 0, held[6], 'JUSTID')
+-- pcall: a stream or group that was deleted by hand is no reason to fence the owner. FORCE: nor is a consumer.
+redis.pcall('XCLAIM', PREFIX .. held[5], GROUP, ARGV[1], 0, held[6], 'FORCE', 'JUSTID')
 return held[4] == '1' and 1 or 0

@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
--- Put a live job back that no stream holds: its stream was deleted, or evicted. Whoever still runs it is fenced.
+-- Put a live job back that no stream holds, or that is running and pending on nobody: stream or consumer was deleted.
+-- Whoever still runs it is fenced.
 --
 -- KEYS  1 job hash  2 queue stream that it names  3 stats
 -- ARGV  1 id  2 the stream's name behind the prefix  3 wake channel  4 lane number
@@ -12,7 +13,13 @@ end
 if redis.call('EXISTS', stream) == 0 then
   redis.call('XGROUP', 'CREATE', stream, GROUP, '0', 'MKSTREAM')
 elseif #redis.call('XRANGE', stream, job.entry, job.entry) > 0 then
-  return 0
+  -- pcall: a group that was deleted by hand is made again by the next pull.
+  local pending = job.status == 'running' and redis.pcall('XPENDING', stream, GROUP, job.entry, job.entry, 1)
+  if not pending or pending.err or #pending > 0 then
+    return 0
+  end
+  -- Its consumer was deleted by hand, so nobody would ever miss the one who runs it.
+  redis.call('XDEL', stream, job.entry)
 end
 local entry = redis.call('XADD', stream, '*', 'id', job.id, 'cost', int(job.cost), 'class', job.class, 'bucket', job.bucket)
 redis.call('HSET', job.key, 'status', 'queued', 'owner', '', 'epoch', int(job.epoch + 1), 'entry', entry, 'alone', 0)

@@ -43,8 +43,12 @@ redis.call('HSET', key, 'env', ARGV[2], 'status', 'queued', 'owner', '', 'epoch'
   'seqs', ARGV[6], 'prompt', ARGV[7], 'seq', 0, 'callback', ARGV[13], 'deadline_ms', int(deadline_ms),
   'expires_ms', expires_ms, 'retention_ms', ARGV[10], 'submitted_us', int(now))
 redis.call('PEXPIREAT', key, expires_ms)
+local first = redis.call('EXISTS', stats) == 0
 count('queued', ARGV[3], ARGV[4], 1, cost)
 keep_until(stream, expires_ms)
+if first then
+  redis.call('PEXPIREAT', stats, expires_ms)
+end
 keep_until(stats, expires_ms)
 redis.call('PUBLISH', ARGV[14], ARGV[15])
 return { 0, jobs + 1, tokens + cost }

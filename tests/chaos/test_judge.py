@@ -281,6 +281,9 @@ async def test_what_is_left_behind(trial: Trial) -> None:
     found = " ".join(await leftovers(client, support.MODEL, 1))
     for problem in ("never expires", "running_jobs is 1", "1 entries", "1 entries pending", "consumer nobody"):
         assert problem in found
+    await client.expire(keys.job(JobId.parse(str(witness.job_id))), 60)
+    await client.hincrby(keys.stats(support.MODEL, 0), "running_jobs", -1)
+    await client.delete(stream)
 
 
 def test_a_report_with_any_fault_is_not_ok() -> None:

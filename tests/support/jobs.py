@@ -135,6 +135,8 @@ async def _entries(r: Any, lane: int) -> dict[str, tuple[str, str, str | None]]:
         if not await r.exists(stream):
             continue
         assert await r.pttl(stream) > 0
+        if not await r.xlen(stream) and not await r.xinfo_groups(stream):  # as good as none
+            continue
         pending = {p["message_id"]: p["consumer"] for p in await r.xpending_range(stream, GROUP, "-", "+", 10**6)}
         for entry, fields in await r.xrange(stream):
             consumer = pending.pop(entry, None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from shared import keys
@@ -12,6 +11,8 @@ from shared.keys import GROUP
 
 #: Seconds until all must be in order: some of it is the gateways' sweep to do.
 PATIENCE_S = 20.0
+#: Ends of names of keys that need not expire.
+_MAY_STAY = ("}:card", "}:tok", "}:workers", "}:dead", "}:outbox")
 
 
 async def settle(client: Any, pool: str, lanes: int, patience_s: float = PATIENCE_S) -> list[str]:
@@ -27,7 +28,7 @@ async def settle(client: Any, pool: str, lanes: int, patience_s: float = PATIENC
 async def leftovers(client: Any, pool: str, lanes: int) -> list[str]:
     """What is not in order now."""
     live = {owner.decode() for owner in await client.zrange(keys.workers(pool), 0, -1)}
-    found = await _everlasting(client, pool)
+    found = await _everlasting(client)
     for lane in range(lanes):
         counters = await client.hgetall(keys.stats(pool, lane))
         for field, value in sorted(counters.items()):
@@ -44,6 +45,8 @@ async def _stream(client: Any, stream: str, live: set[str]) -> list[str]:
     found = []
     if length := await client.xlen(stream):
         found.append(f"{stream} holds {length} entries")
+    if not await client.xinfo_groups(stream):
+        return found
     if pending := (await client.xpending(stream, GROUP))["pending"]:
         found.append(f"{stream} has {pending} entries pending")
     for consumer in await client.xinfo_consumers(stream, GROUP):
@@ -52,12 +55,11 @@ async def _stream(client: Any, stream: str, live: set[str]) -> list[str]:
     return found
 
 
-async def _everlasting(client: Any, pool: str) -> list[str]:
-    """Keys that never expire, but for the pool's card, tokenizer and registry, and what waits for an operator."""
-    may_stay: Sequence[str] = (keys.card(pool), keys.tokenizer(pool), keys.workers(pool), keys.pools())
+async def _everlasting(client: Any) -> list[str]:
+    """Keys that never expire, but for pools' cards, tokenizers and registries, and what waits for an operator."""
     found = []
     async for name in client.scan_iter("*", count=1000):
         text = name.decode()
-        if text not in may_stay and not text.endswith((":dead", ":outbox")) and await client.pttl(name) == -1:
+        if text != keys.pools() and not text.endswith(_MAY_STAY) and await client.pttl(name) == -1:
             found.append(f"{text} never expires")
     return found
