@@ -39,9 +39,19 @@ def workload(model: str = MODEL, count: int = PROMPTS) -> list[list[int]]:
 
 
 def report(
-    name: str, figures: dict[str, float], *, dtype: str, json_file: Path | None = None, model: str = MODEL
+    name: str,
+    figures: dict[str, float],
+    *,
+    dtype: str,
+    json_file: Path | None = None,
+    model: str = MODEL,
+    notes: dict[str, str] | None = None,
 ) -> None:
-    """Print the figures as a table with what they depend on, and write them as one flat JSON object if asked to."""
+    """Print the figures as a table with what they depend on, and write them as one flat JSON object if asked to.
+
+    Args:
+        notes: further lines behind the table, by label.
+    """
     table = Table(title=f"benchmarks.{name}")
     table.add_column("figure")
     table.add_column("value", justify="right")
@@ -50,6 +60,8 @@ def report(
     console = Console()
     console.print(table)
     print_conditions(console, dtype=dtype, model=model)
+    for label, text in (notes or {}).items():
+        console.print(f"{label}: {text}", style="dim", highlight=False, markup=False)
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=2) + "\n", "utf-8")
 

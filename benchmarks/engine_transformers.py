@@ -17,7 +17,7 @@ SINGLE_PROMPT = 4
 _BANDWIDTH_BYTES = 1 << 30
 
 
-def run_reference(model: Any, prompts: list[list[int]]) -> float:
+def run_reference(model: Any, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> float:
     """Seconds of transformers' `generate` over a left-padded batch."""
     import torch
 
@@ -27,10 +27,10 @@ def run_reference(model: Any, prompts: list[list[int]]) -> float:
     start = time.perf_counter()
     with torch.inference_mode():
         out = model.generate(
-            ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+            ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
         )
     seconds = time.perf_counter() - start
-    if out.shape[1] != longest + NEW_TOKENS:
+    if out.shape[1] != longest + new_tokens:
         raise RuntimeError("transformers ended early")
     return seconds
 
