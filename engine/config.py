@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 Device = Literal["auto", "cpu", "cuda"]
+CpuKernels = Literal["auto", "native", "torch"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -26,6 +27,7 @@ class SchedulerConfig:
         lookahead: waiting sequences that are tried behind one that does not fit.
         max_bypasses: admissions past a waiting sequence after which nobody passes it any more.
         output_reserve: output tokens that `Engine.capacity` sets aside at most for each live sequence.
+        max_loras: most adapters in one batch.
 
     Raises:
         ValueError: a value is out of bounds.
@@ -40,6 +42,7 @@ class SchedulerConfig:
     lookahead: int = 8
     max_bypasses: int = 32
     output_reserve: int = 256
+    max_loras: int = 4
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -49,6 +52,8 @@ class SchedulerConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs})"
             )
+        if self.max_loras < 1:
+            raise ValueError(f"max_loras must be at least 1, not {self.max_loras}")
         if self.max_model_len < 2:
             raise ValueError(f"max_model_len must be at least 2, not {self.max_model_len}")
         if not 0.0 <= self.watermark < 1.0:
@@ -77,7 +82,9 @@ class EngineConfig:
             more than `max_num_seqs` sequences of `max_model_len` tokens could fill.
         enable_prefix_caching: reuse the blocks of equal prefixes.
         deterministic: results do not depend, bit for bit, on batch, chunking, prefix hits and preemption.
-        threads: torch threads; None leaves torch's setting.
+        cpu_kernels: `native`: C++ kernels, built on first use; `torch`: torch's own; `auto`: native where they can be
+            used, and torch in deterministic mode.
+        threads: of torch and of the native kernels; None leaves torch's setting.
         cache_dir: folder for converted tokenizers; None: the user's cache folder.
 
     Raises:
@@ -97,6 +104,7 @@ class EngineConfig:
     kv_cache_memory_mb: int | None = None
     enable_prefix_caching: bool = True
     deterministic: bool = False
+    cpu_kernels: CpuKernels = "auto"
     threads: int | None = None
     cache_dir: Path | None = None
 
@@ -105,6 +113,8 @@ class EngineConfig:
             raise ValueError("model must not be empty")
         if self.block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {self.block_size}")
+        if self.cpu_kernels not in get_args(CpuKernels):
+            raise ValueError(f"cpu_kernels must be one of {', '.join(get_args(CpuKernels))}, not {self.cpu_kernels!r}")
         for name in ("max_model_len", "num_blocks", "kv_cache_memory_mb", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:

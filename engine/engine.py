@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import secrets
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
+from engine.adapters.slots import AdapterSlots
 from engine.block_pool import BlockPool
 from engine.choice import ChoiceWriter, spelled
 from engine.config import SchedulerConfig
@@ -34,8 +36,13 @@ from engine.validation import (
 )
 from shared.errors import EngineError, InvalidRequestError, RopewayError
 
+if TYPE_CHECKING:
+    from engine.adapters.library import AdapterLibrary
+
 logger = logging.getLogger(__name__)
 
+#: Seconds that a step waits for an adapter where there is nothing else to do.
+_ADAPTER_WAIT_S = 0.05
 #: What a client is told of an unexpected failure; the log has the rest.
 _INTERNAL = "the engine failed on this request"
 
@@ -45,6 +52,7 @@ class _Live:
     """A request that is not over. `writers` are those of its open choices, by sequence."""
 
     id: str
+    adapter: str | None = None
     writers: dict[Sequence, ChoiceWriter] = field(default_factory=dict)
     usage: RequestUsage = field(default_factory=RequestUsage)
     started: bool = False
@@ -57,13 +65,23 @@ class _Live:
 class Engine:
     """Continuous batching over one runner. All calls come from one thread; see `EngineProtocol`."""
 
-    def __init__(self, runner: Runner, info: ModelInfo, tokenizer: Tokenizer, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        info: ModelInfo,
+        tokenizer: Tokenizer,
+        config: SchedulerConfig,
+        library: AdapterLibrary | None = None,
+    ) -> None:
+        """Serve a model; with a `library` also its adapters, whose loading goes on beside the steps."""
         self._runner = runner
+        self._library = library
         self._info = info
         self._config = config
         self._detokenizer = Detokenizer(tokenizer)
         self._pool = BlockPool(runner.num_blocks, runner.block_size, prefix_caching=config.enable_prefix_caching)
-        self._scheduler = Scheduler(config, self._pool)
+        slots = None if library is None else AdapterSlots(config.max_loras, library.__contains__)
+        self._scheduler = Scheduler(config, self._pool, slots)
         self._eos = frozenset(info.eos_token_ids)
         self._live: dict[str, _Live] = {}
         self._complete: list[_Live] = []
@@ -75,19 +93,19 @@ class Engine:
 
         Raises:
             ContextLengthExceededError: too long for the context or for the whole KV cache.
-            UnsupportedParameterError: an adapter that the runner does not have.
+            UnsupportedParameterError, ModelNotFoundError: an adapter that is not served.
             InvalidRequestError: anything else that can never be served; nothing is kept of the request.
         """
         if request.id in self._live:
             raise InvalidRequestError(f"request {request.id} is already live")
-        check_adapter(request, self._runner.has_adapter)
+        check_adapter(request, self._library)
         context = min(self._config.max_model_len, self._info.max_model_len)
         kv_tokens = self._pool.num_blocks * self._pool.block_size
         prompt = checked_prompt(request, self._runner.vocab_size, min(context, kv_tokens))
         resumed = checked_resume(request, self._runner.vocab_size)
         scored = checked_prompt_logprobs(request, len(prompt))
         max_len = checked_length(len(prompt), request.params.max_tokens, context=context, kv_tokens=kv_tokens)
-        live = _Live(request.id)
+        live = _Live(request.id, request.adapter)
         live.usage.prompt_tokens = len(prompt)
         seed = request.params.seed
         if seed is None:
@@ -97,6 +115,8 @@ class Engine:
             self._open(live, sequence, resumed.get(index))
         # Only now, so that a refused request leaves no trace.
         self._live[request.id] = live
+        if self._library is not None and request.adapter is not None:
+            self._library.want(request.adapter)
         sequences = list(live.writers)
         if request.params.prompt_logprobs is not None and sequences:
             sequences[0].scores, sequences[0].scored = True, scored
@@ -110,7 +130,9 @@ class Engine:
         """One forward pass over the mixed batch; one output for each request with news."""
         outputs: dict[str, StepOutput] = {}
         self._emit_complete(outputs)
-        plan = self._scheduler.schedule()
+        plan = self._schedule(outputs)
+        if plan.fills:
+            plan = self._fill(plan, outputs)
         if plan.spans:
             self._stats.steps += 1
             answers = self._execute(plan)
@@ -217,6 +239,38 @@ class Engine:
             live.complete.append(last)
 
     # --- stepping ---
+
+    def _schedule(self, outputs: dict[str, StepOutput]) -> StepPlan:
+        """The next pass. Where all wait for adapters that are being read, wait with them for a little while."""
+        if self._library is None:
+            return self._scheduler.schedule()
+        self._fail_all(self._library.poll(), outputs)
+        plan = self._scheduler.schedule()
+        if not plan.spans and not outputs and self._library.pending:
+            self._fail_all(self._library.poll(_ADAPTER_WAIT_S), outputs)
+            plan = self._scheduler.schedule()
+        return plan
+
+    def _fail_all(self, failures: dict[str, RopewayError], outputs: dict[str, StepOutput]) -> None:
+        """End the requests of adapters that cannot be had."""
+        for live in [live for live in self._live.values() if live.adapter in failures]:
+            assert live.adapter is not None
+            self._fail(live, failures[live.adapter], self._output(live, outputs))
+
+    def _fill(self, plan: StepPlan, outputs: dict[str, StepOutput]) -> StepPlan:
+        """Bring adapters to their slots; the pass without those where that failed."""
+        assert self._library is not None
+        assert self._scheduler.slots is not None
+        for slot, identity in plan.fills:
+            try:
+                self._runner.fill_slot(slot, self._library.get(identity))
+            except Exception:  # whatever is wrong with one adapter must not end the requests of others
+                logger.exception("adapter %s cannot be brought to slot %d", identity, slot)
+                self._fail_all({identity: EngineError(_INTERNAL)}, outputs)
+                self._scheduler.slots.evict(identity)
+        running = [span.sequence.state is SequenceState.RUNNING for span in plan.spans]
+        spans = [span for span, runs in zip(plan.spans, running, strict=True) if runs]
+        return StepPlan(spans, sum(running[: plan.decodes]), plan.copies)
 
     def _execute(self, plan: StepPlan) -> list[Sampled | None]:
         """Run the pass; if it fails as a whole, run its spans one by one, so that only the guilty ones fail."""
@@ -344,6 +398,8 @@ class Engine:
     def _finish(self, live: _Live, output: StepOutput) -> StepOutput:
         """The request is over. Its last output says all that there is to say."""
         del self._live[live.id]
+        if self._library is not None and live.adapter is not None:
+            self._library.let_go(live.adapter)
         if live in self._complete:
             self._complete.remove(live)
         output.finished = True

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from engine.request import LogprobEntry
 from engine.sequence import Sequence
 from shared.errors import RopewayError
+
+if TYPE_CHECKING:
+    from engine.adapters.weights import Adapter
 
 
 @dataclass(slots=True)
@@ -30,12 +33,14 @@ class Span:
 class StepPlan:
     """One forward pass: decodes first (`decodes` of them, one token each), then prefill chunks.
 
-    `copies` are (source, destination) block ids to copy before anything is written.
+    `copies` are (source, destination) block ids to copy before anything is written, `fills` are (slot, identity) of
+    adapters to bring to the device before.
     """
 
     spans: list[Span] = field(default_factory=list)
     decodes: int = 0
     copies: list[tuple[int, int]] = field(default_factory=list)
+    fills: list[tuple[int, str]] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -66,8 +71,8 @@ class Runner(Protocol):
     block_size: int
     vocab_size: int
 
-    def has_adapter(self, adapter: str) -> bool:
-        """Whether sequences of this adapter can be computed."""
+    def fill_slot(self, slot: int, adapter: Adapter) -> None:
+        """Bring an adapter to the device, over what the slot held; `Sequence.adapter_slot` says who uses it."""
 
     def execute(self, plan: StepPlan) -> list[Sampled | None]:
         """Run one pass. One answer per span, None where neither `sample` nor `scored` is set.

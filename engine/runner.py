@@ -7,6 +7,7 @@ from itertools import islice
 
 import torch
 
+from engine.adapters.weights import Adapter
 from engine.batch import Batch, CacheLayout, build_batch
 from engine.logprobs import score
 from engine.models.registry import CausalLM
@@ -42,9 +43,9 @@ class ModelRunner:
         self._layout = CacheLayout(block_size, num_blocks, config.num_key_value_heads, model.dtype, model.device)
         self._tainted: set[int] = set()
 
-    def has_adapter(self, adapter: str) -> bool:
-        """No adapter is served: see `engine.plan.Runner.has_adapter`."""
-        return False
+    def fill_slot(self, slot: int, adapter: Adapter) -> None:
+        """See `engine.plan.Runner.fill_slot`. No engine over a model is built with a library of adapters yet."""
+        raise NotImplementedError("adapters are not computed")
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[Sampled | None]:

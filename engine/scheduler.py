@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
+from engine.adapters.slots import AdapterSlots, outranked
 from engine.block_pool import BlockPool, child_key, root_key
 from engine.config import SchedulerConfig
 from engine.hit_rate import HitRate
@@ -50,11 +52,15 @@ class Scheduler:
     A sequence is admitted when the blocks of all its known tokens are there and some headroom stays for the others.
     Only decoding sequences ask for more later; where none is left, the lowest rank is preempted: it gives its blocks
     back, keeps its tokens, and is computed again when there is room.
+
+    Args:
+        slots: of adapters on the device; None where none are served.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, slots: AdapterSlots | None = None) -> None:
         self.config = config
         self.pool = pool
+        self.slots = slots
         self.preemptions = 0
         self.prefix_hits = HitRate()
         self._running: list[Sequence] = []  # by rank
@@ -157,6 +163,8 @@ class Scheduler:
         _require(all(s.computed <= len(s.block_table) * size for s in running), "computed tokens without a block")
         _require(all(s.scored >= min(s.computed, s.prompt_len - 1) for s in running if s.scores), "a score is missing")
         _require(all(owner.state is SequenceState.RUNNING for owner in self._coming.values()), "a stale expectation")
+        if self.slots is not None:
+            self.slots.check(Counter(s.adapter for s in running if s.adapter is not None))
         self.pool.check([sequence.block_table for sequence in running])
 
     def _grow(self) -> None:
@@ -173,10 +181,15 @@ class Scheduler:
 
     def _admit(self) -> None:
         index = passed = deferred = 0
+        if self.slots is not None:
+            self.slots.begin()
         while index < len(self._waiting):
             sequence = self._waiting[index]
             if self._budget(sequence) <= 0:
                 return
+            if not self._has_slot(sequence):
+                index += 1
+                continue
             prefix = self._prefix(sequence)
             if prefix is None:
                 deferred += 1
@@ -195,6 +208,21 @@ class Scheduler:
                 if not fair or passed > self.config.lookahead:
                     return
                 index += 1
+
+    def _has_slot(self, sequence: Sequence) -> bool:
+        """Whether its adapter is on the device or can be brought there now; those of other adapters pass it.
+
+        When enough have, or where it outranks all that use an adapter, a slot is kept for it.
+        """
+        slots, identity = self.slots, sequence.adapter
+        if slots is None or identity is None or slots.available(identity):
+            return True
+        weaker = outranked(self._running, sequence.priority) if slots.can_claim(identity) else []
+        for victim in weaker:
+            self._preempt(victim)
+        if weaker or sequence.preemptions or sequence.bypassed >= self.config.max_bypasses:
+            slots.claim(identity)
+        return slots.available(identity)
 
     def _budget(self, sequence: Sequence) -> int:
         """Tokens of the next pass that are left for it, behind all decodes and the prefills of its class and above."""
@@ -294,6 +322,8 @@ class Scheduler:
             # All copies of a pass read before any of them writes: a copy of a copy is made from the original.
             original = {copy: source for source, copy in self._copies}.get(prefix.copied, prefix.copied)
             self._copies.append((original, sequence.block_table[held]))
+        if self.slots is not None and sequence.adapter is not None:
+            sequence.adapter_slot = self.slots.acquire(sequence.adapter)
         sequence.bypassed = 0
         sequence.state = SequenceState.RUNNING
         insort(self._running, sequence, key=_rank)
@@ -323,6 +353,9 @@ class Scheduler:
         for key in sequence.block_keys[sequence.computed // self.pool.block_size :]:
             if self._coming.get(key) is sequence:
                 del self._coming[key]
+        if self.slots is not None and sequence.adapter is not None:
+            self.slots.release(sequence.adapter)
+            sequence.adapter_slot = -1
         self.pool.release(sequence.block_table)
         sequence.block_table = []
         sequence.computed = 0
@@ -335,7 +368,8 @@ class Scheduler:
                 spans.append(Span(sequence, sequence.computed, 1, True))
             else:
                 prefills.append(sequence)
-        plan = StepPlan(spans=spans, decodes=len(spans), copies=self._copies)
+        fills = self.slots.take_fills() if self.slots is not None else []
+        plan = StepPlan(spans=spans, decodes=len(spans), copies=self._copies, fills=fills)
         self._copies = []
         budget = self.config.max_num_batched_tokens - len(spans)
         most = self._chunk_limit()

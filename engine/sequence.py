@@ -33,6 +33,7 @@ class Sequence:
         eos_token_ids: ids that end it, unless `ignore_eos`.
         arrival: order of arrival within the engine; unique.
         preemptions: how often it gave its blocks back.
+        adapter_slot: slot of its adapter on the device while it runs; -1 for the base model.
         block_keys: prefix-cache keys of its first full blocks, as far as they were needed. They depend on tokens,
             adapter and salt alone, so they outlive a preemption.
         hit_tokens: known tokens that the prefix cache had at its first admission; None before.
@@ -58,6 +59,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     computed: int = 0
     preemptions: int = 0
+    adapter_slot: int = -1
     block_keys: list[bytes] = field(default_factory=list)
     hit_tokens: int | None = None
     bypassed: int = 0

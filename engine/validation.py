@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from engine.request import EngineRequest, ResumedChoice
-from shared.errors import ContextLengthExceededError, InvalidRequestError, UnsupportedParameterError
+from shared.errors import (
+    ContextLengthExceededError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    UnsupportedParameterError,
+)
+
+if TYPE_CHECKING:
+    from engine.adapters.library import AdapterLibrary
 
 
 def checked_prompt(request: EngineRequest, vocab_size: int, room: int) -> list[int]:
@@ -28,14 +36,19 @@ def checked_prompt(request: EngineRequest, vocab_size: int, room: int) -> list[i
     return prompt[-(max(1, room - (params.max_tokens or 1)) if keep == -1 else keep) :]
 
 
-def check_adapter(request: EngineRequest, has_adapter: Callable[[str], bool]) -> None:
+def check_adapter(request: EngineRequest, library: AdapterLibrary | None) -> None:
     """Refuse what would else be answered by the base model.
 
     Raises:
-        UnsupportedParameterError: an adapter that the runner does not have.
+        UnsupportedParameterError: no adapters are served.
+        ModelNotFoundError: this one is not registered.
     """
-    if request.adapter is not None and not has_adapter(request.adapter):
-        raise UnsupportedParameterError("adapter: this engine does not serve it", param="adapter")
+    if request.adapter is None:
+        return
+    if library is None:
+        raise UnsupportedParameterError("adapter: this engine does not serve any", param="adapter")
+    if not library.knows(request.adapter):
+        raise ModelNotFoundError("adapter: it is not registered", param="adapter")
 
 
 def checked_length(prompt: int, max_tokens: int | None, *, context: int, kv_tokens: int) -> int:

@@ -22,6 +22,7 @@ _table: dict[tuple[str, str], Callable[..., Any]] = {}
 class Ops:
     """One implementation of each operation. Contracts are in `kernels/reference/<operation>.py`."""
 
+    add_lora: Callable[..., Any]
     apply_penalties: Callable[..., Any]
     argmax: Callable[..., Any]
     copy_blocks: Callable[..., Any]

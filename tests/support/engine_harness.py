@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from engine.adapters.library import AdapterLibrary
+from engine.adapters.peft_config import AdapterError
+from engine.adapters.weights import Adapter
 from engine.config import SchedulerConfig
 from engine.detokenizer import Detokenizer
 from engine.engine import Engine
@@ -17,12 +23,60 @@ TOKENIZER = byte_level()
 _SPELL = Detokenizer(TOKENIZER).token_bytes
 
 
-def make_engine(runner: FakeRunner | None = None, **settings: Any) -> Engine:
-    """An engine over `runner`; `settings` are those of `SchedulerConfig`."""
+class InlineExecutor(Executor):
+    """Reads adapters on the spot, so that a test knows when."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call it now."""
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - as an executor does
+            future.set_exception(error)
+        return future
+
+
+class LateExecutor(Executor):
+    """Reads adapters when the test says so, in any order."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Keep it."""
+        future: Future[Any] = Future()
+        self.waiting.append((future, lambda: fn(*args, **kwargs)))
+        return future
+
+    def run(self, index: int = 0) -> None:
+        """Do one of them."""
+        future, call = self.waiting.pop(index)
+        try:
+            future.set_result(call())
+        except Exception as error:  # noqa: BLE001 - as an executor does
+            future.set_exception(error)
+
+
+def adapters(names: Iterable[str], capacity: int = 32, executor: Executor | None = None) -> AdapterLibrary:
+    """A library of adapters without weights, each in a folder of its own name; one named `broken...` cannot be read."""
+
+    def read(folder: Path) -> Adapter:
+        if folder.name.startswith("broken"):
+            raise AdapterError(f"{folder.name} is broken")
+        return Adapter(folder.name, 1, {})
+
+    library = AdapterLibrary(read, capacity, executor or InlineExecutor())
+    for name in names:
+        library.register(name, Path(name))
+    return library
+
+
+def make_engine(runner: FakeRunner | None = None, library: AdapterLibrary | None = None, **settings: Any) -> Engine:
+    """An engine over `runner`, with adapters a to d where no `library` is; `settings` are `SchedulerConfig`'s."""
     settings.setdefault("max_model_len", 512)
     runner = runner or FakeRunner()
     info = model_info(max_model_len=settings["max_model_len"], vocab_size=runner.vocab_size)
-    return Engine(runner, info, TOKENIZER, SchedulerConfig(**settings))
+    return Engine(runner, info, TOKENIZER, SchedulerConfig(**settings), library or adapters("abcd"))
 
 
 def request(name: str = "r", prompt: list[int] | None = None, **fields: Any) -> EngineRequest:

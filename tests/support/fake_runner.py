@@ -8,6 +8,7 @@ from functools import cache
 from hashlib import blake2b
 from typing import Literal
 
+from engine.adapters.weights import Adapter
 from engine.plan import Sampled, Span, StepPlan
 from engine.request import LogprobEntry, ModelInfo
 from engine.sequence import Sequence
@@ -73,12 +74,15 @@ class FakeRunner:
         self.decodes: list[int] = []  # per pass: how many of its spans are decodes
         self.computed_tokens = 0
         self.copied = 0
+        self.slots: dict[int, str] = {}
+        self.fills: list[tuple[int, str]] = []
         self._blocks: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self._prefixes: dict[Sequence, _Prefix] = {}
 
-    def has_adapter(self, adapter: str) -> bool:
-        """Any: its tokens depend on the name."""
-        return True
+    def fill_slot(self, slot: int, adapter: Adapter) -> None:
+        """Remember who is in the slot: whoever runs must find its own adapter there."""
+        self.slots[slot] = adapter.identity
+        self.fills.append((slot, adapter.identity))
 
     def execute(self, plan: StepPlan) -> list[Sampled | None]:
         """One pass: verify what is read, write, answer."""
@@ -136,6 +140,8 @@ class FakeRunner:
             self._blocks[table[position // size]][position % size] = states[position]
 
     def _verify(self, span: Span, states: list[int]) -> None:
+        if self.slots.get(span.sequence.adapter_slot) != span.sequence.adapter:
+            raise CorruptCacheError(f"{span.sequence.request_id} finds another adapter in its slot")
         sequence, size, end = span.sequence, self.block_size, span.start + span.count
         known = len(sequence.tokens)
         if span.count < 1 or end > known or span.sample != (end == known):
@@ -172,12 +178,21 @@ class FaultyRunner(FakeRunner):
     Attributes:
         guilty: how the spans of a request fail, by its id.
         breaks: the next pass raises as a whole, whoever is in it, with nothing done or behind its last write.
+        unfit: adapters that cannot be brought to a slot.
     """
 
     def __init__(self, num_blocks: int = 64, block_size: int = 4) -> None:
         super().__init__(num_blocks, block_size)
         self.guilty: dict[str, Fault] = {}
         self.breaks: Literal["before", "behind"] | None = None
+        self.unfit: set[str] = set()
+
+    def fill_slot(self, slot: int, adapter: Adapter) -> None:
+        """As `FakeRunner.fill_slot`; where it fails the slot holds nobody's weights."""
+        if adapter.identity in self.unfit:
+            self.slots[slot] = "garbage"
+            raise RuntimeError("this adapter is told to fail")
+        super().fill_slot(slot, adapter)
 
     def execute(self, plan: StepPlan) -> list[Sampled | None]:
         """As `FakeRunner.execute`."""

@@ -7,15 +7,32 @@ from typing import Any
 
 import pytest
 
+from engine.config import SchedulerConfig
 from engine.detokenizer import Detokenizer
 from engine.engine import Engine
 from engine.plan import Sampled, StepPlan
 from engine.request import EngineRequest
 from engine.sequence import Sequence
-from shared.errors import ContextLengthExceededError, EngineError, InvalidRequestError, UnsupportedParameterError
+from shared.errors import (
+    ContextLengthExceededError,
+    EngineError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    UnsupportedParameterError,
+)
 from shared.sampling import SamplingParams
 from tests.support import tiny_tokenizer as tiny
-from tests.support.engine_harness import TOKENIZER, Choice, Transcript, drain, make_engine, request, run, run_one
+from tests.support.engine_harness import (
+    TOKENIZER,
+    Choice,
+    Transcript,
+    adapters,
+    drain,
+    make_engine,
+    request,
+    run,
+    run_one,
+)
 from tests.support.fake_runner import FakeRunner, hashed_token, model_info, scripted
 
 
@@ -264,18 +281,22 @@ def test_a_live_id_is_refused() -> None:
     drain(engine)
 
 
-def test_an_adapter_that_the_runner_lacks_is_refused_not_ignored() -> None:
-    class BaseOnly(FakeRunner):
-        def has_adapter(self, adapter: str) -> bool:
-            return adapter == "known"
-
-    engine = make_engine(BaseOnly())
+def test_an_adapter_that_is_not_registered_is_refused_not_ignored() -> None:
+    engine = make_engine(library=adapters(["known"]))
     for name in ("unknown", ""):
-        with pytest.raises(UnsupportedParameterError) as caught:
+        with pytest.raises(ModelNotFoundError) as caught:
             engine.add(request("a", adapter=name))
         assert caught.value.param == "adapter"
         assert not engine.has_work()
     engine.add(request("a", adapter="known"))
+    drain(engine)
+
+
+def test_an_engine_without_adapters_refuses_them() -> None:
+    engine = Engine(FakeRunner(), model_info(), TOKENIZER, SchedulerConfig(max_model_len=64))
+    with pytest.raises(UnsupportedParameterError):
+        engine.add(request("a", adapter="known"))
+    engine.add(request("a"))
     drain(engine)
 
 

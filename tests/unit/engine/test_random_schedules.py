@@ -10,12 +10,21 @@ from typing import Any
 
 import pytest
 
+from engine.adapters.library import AdapterLibrary
 from engine.config import SchedulerConfig
 from engine.detokenizer import Detokenizer
 from engine.engine import Engine
 from engine.request import EngineRequest, ResumedChoice
 from shared.errors import ContextLengthExceededError
-from tests.support.engine_harness import Transcript, check_empty, check_pass, make_engine, request
+from tests.support.engine_harness import (
+    LateExecutor,
+    Transcript,
+    adapters,
+    check_empty,
+    check_pass,
+    make_engine,
+    request,
+)
 from tests.support.fake_runner import Fault, FaultyRunner, hashed
 from tests.support.tiny_tokenizer import EOS
 
@@ -23,7 +32,11 @@ SEEDS_PER_TEST = 1_000
 CONTEXT = 32
 FAULTS: tuple[Fault, ...] = ("error", "raise", "token", "silent")
 ACTIONS = {"add": 6, "step": 9, "abort": 1, "move": 1, "spoil": 0.3, "break": 1}
-KINDS = ("preemptions", "hits", "copies", "scored", "aborts", "moves", "resumed", "failed", "refused")
+KINDS = (
+    "preemptions", "hits", "copies", "scored", "aborts", "moves", "resumed", "failed", "refused", "refilled", "unread",
+    "unfit",
+)  # fmt: skip
+ADAPTERS = ("a", "b", "c", "d", "broken")
 STOP_IDS = list(range(0, EOS, 7))
 
 
@@ -49,8 +62,12 @@ class Schedule:
             lookahead=rng.randint(0, 3),
             max_bypasses=rng.randint(0, 3),
             output_reserve=rng.choice((0, 4, 256)),
+            max_loras=rng.randint(1, 3),
         )
-        self.engine = _engine(self._runner, self._config)
+        self._reads = LateExecutor()
+        self.engine = _engine(self._runner, self._config, adapters(ADAPTERS, rng.randint(1, 4), self._reads))
+        if rng.random() < 0.4:
+            self._runner.unfit = {"d"}
         self._transcripts: dict[str, Transcript] = {}
         self._live: dict[str, Transcript] = {}
         self._preemptions = 0
@@ -69,7 +86,8 @@ class Schedule:
             elif self._live:
                 getattr(self, f"_{action}")(rng.choice(list(self._live)))
         # In every step the first in rank gets on, and only a higher class takes its place: see `Scheduler`.
-        for _ in range(sum(CONTEXT * t.item.params.n for t in self._live.values() if t.item is not None)):
+        # An adapter is read in the step after it is wanted at the latest, and there is room for one at least.
+        for _ in range(3 * sum(CONTEXT * t.item.params.n for t in self._live.values() if t.item is not None)):
             if not self.engine.has_work():
                 break
             self._step()
@@ -83,6 +101,7 @@ class Schedule:
             preemptions=stats.preemptions,
             hits=stats.prefix_hit_tokens,
             copies=self._runner.copied,
+            refilled=len(self._runner.fills) - len(self._runner.slots),
         )
 
     def _add(self) -> None:
@@ -93,7 +112,7 @@ class Schedule:
             "max_tokens": rng.randint(1, 9),
             "seed": rng.randint(0, 99),
             "priority": rng.choice((0, 1, 1, 1, 2)),
-            "adapter": rng.choice((None, None, None, "a")),
+            "adapter": rng.choice((None, None, None, None, None, "a", "a", "b", "c", "d", "broken")),
             "cache_salt": rng.choice((None, None, None, "s")),
             "prompt_logprobs": rng.choice((None, None, None, 0, 2)),
             "skip_reading_prefix_cache": rng.choice((None, None, None, True)),
@@ -121,11 +140,13 @@ class Schedule:
             self.seen["resumed"] += 1
 
     def _step(self) -> None:
-        passes = len(self._runner.plans)
+        passes, reading = len(self._runner.plans), bool(self._reads.waiting)
+        while self._reads.waiting and self._rng.random() < 0.7:
+            self._reads.run(self._rng.randrange(len(self._reads.waiting)))
         outputs = self.engine.step()
         self.engine.check()
         check_pass(self._runner, self._config)
-        assert outputs or len(self._runner.plans) > passes, "a step that did nothing"
+        assert reading or outputs or len(self._runner.plans) > passes, "a step that did nothing"
         for output in outputs:
             transcript = self._live[output.request_id]
             transcript.take(output)
@@ -162,7 +183,10 @@ class Schedule:
         item, last = transcript.item, transcript.last
         assert item is not None
         assert last is not None
-        assert last.error is None or name in self._runner.guilty
+        spoilt = name in self._runner.guilty or item.adapter == "broken" or item.adapter in self._runner.unfit
+        assert last.error is None or spoilt
+        self.seen["unread"] += last.error is not None and item.adapter == "broken"
+        self.seen["unfit"] += last.error is not None and item.adapter in self._runner.unfit
         self._preemptions += last.preemptions
         self.seen["failed"] += last.error is not None
         for index, choice in transcript.choices.items():
@@ -176,8 +200,8 @@ class Schedule:
         self.seen["scored"] += len(transcript.prompt_logprobs)
 
 
-def _engine(runner: FaultyRunner, config: SchedulerConfig) -> Engine:
-    return make_engine(runner, **{name: getattr(config, name) for name in SchedulerConfig.__slots__})
+def _engine(runner: FaultyRunner, config: SchedulerConfig, library: AdapterLibrary) -> Engine:
+    return make_engine(runner, library, **{name: getattr(config, name) for name in SchedulerConfig.__slots__})
 
 
 def _expected(item: EngineRequest, index: int) -> tuple[list[int], str]:
@@ -197,8 +221,10 @@ def _expected(item: EngineRequest, index: int) -> tuple[list[int], str]:
 @pytest.fixture(autouse=True)
 def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """No traceback of the faults that are made; the tokenizer's tables are made once."""
-    monkeypatch.setattr(logging.getLogger("engine.engine"), "disabled", True)
+    for name in ("engine.engine", "engine.adapters.library"):
+        monkeypatch.setattr(logging.getLogger(name), "disabled", True)
     monkeypatch.setattr("engine.engine.Detokenizer", cache(Detokenizer))
+    monkeypatch.setattr("engine.engine._ADAPTER_WAIT_S", 0.0)
 
 
 @pytest.mark.parametrize("first", range(0, 10_000, SEEDS_PER_TEST))

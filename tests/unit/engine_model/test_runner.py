@@ -67,10 +67,6 @@ def test_an_empty_plan_runs_nothing(runner: ModelRunner) -> None:
     assert runner.execute(StepPlan()) == []
 
 
-def test_no_adapter_is_served(runner: ModelRunner) -> None:
-    assert not runner.has_adapter("any")
-
-
 def test_answers_follow_the_spans_and_only_samples_have_one(runner: ModelRunner) -> None:
     a, b, c = (
         sequence(n, prompt(i, length), [3 * i, 3 * i + 1, 3 * i + 2])
