@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
+import redis
 import redis.asyncio
 import structlog
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
@@ -14,6 +17,10 @@ from worker.metrics import WorkerMetrics
 from worker.publisher import REDIS_TROUBLE
 
 _log = structlog.stdlib.get_logger("worker.control")
+
+
+#: See `ControlListener`.
+PING_S = 5.0
 
 
 class ControlMessage(msgspec.Struct, frozen=True):
@@ -37,6 +44,8 @@ class ControlListener:
         on_cancel: called with a job id.
         on_pause: called with whether the pool is paused now.
         on_subscribed: called after each (re)subscription: what was sent before it is lost.
+        ping_s: seconds of silence after which the server is asked whether it is there; after twice as many the
+            connection counts as lost. Keep-alive of TCP does not see a proxy that holds everything back.
     """
 
     def __init__(
@@ -49,8 +58,9 @@ class ControlListener:
         on_cancel: Callable[[str], None],
         on_pause: Callable[[bool], None],
         on_subscribed: Callable[[], None],
+        ping_s: float = PING_S,
     ) -> None:
-        self._client, self._metrics = client, metrics
+        self._client, self._metrics, self._ping_s = client, metrics, ping_s
         self._wake, self._control = keys.wake(pool).encode(), keys.control(pool).encode()
         self._on_wake, self._on_cancel, self._on_subscribed = on_wake, on_cancel, on_subscribed
         self._on_pause = on_pause
@@ -65,8 +75,23 @@ class ControlListener:
             with attempt:
                 async with self._client.pubsub() as pubsub:
                     await pubsub.subscribe(self._wake, self._control)
-                    async for message in pubsub.listen():
-                        self._handle(message["type"], message["channel"], message["data"])
+                    await self._listen(pubsub)
+
+    async def _listen(self, pubsub: Any) -> None:
+        """Hand messages on until the connection is lost, or silent for too long."""
+        heard, asked = time.monotonic(), False
+        while True:
+            message = await pubsub.get_message(timeout=self._ping_s)
+            now = time.monotonic()
+            if message is not None:
+                heard, asked = now, False
+                self._handle(message["type"], message["channel"], message["data"])
+            elif now - heard > 2 * self._ping_s:
+                _log.warning("the subscription is silent, taking another one", seconds=round(now - heard, 1))
+                raise redis.ConnectionError("the subscription is silent")
+            elif not asked:
+                asked = True
+                await pubsub.ping()
 
     def _handle(self, kind: str, channel: bytes, data: bytes) -> None:
         if kind == "subscribe" and channel == self._control:

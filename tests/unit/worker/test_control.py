@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -9,6 +10,8 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from shared.connect import connect, connect_pubsub
+from tests.support.redis_proxy import RedisProxy
 from worker.control import ControlListener
 from worker.metrics import WorkerMetrics
 
@@ -16,7 +19,7 @@ WAKE, CONTROL = b"rw:{pool}:wake", b"rw:{pool}:ctl"
 
 
 class Channels:
-    """A client whose subscription gives these messages and then ends."""
+    """A client whose subscription gives these messages and then fails for good."""
 
     def __init__(self, messages: list[tuple[bytes, bytes]]) -> None:
         self.messages = messages
@@ -28,9 +31,11 @@ class Channels:
     async def subscribe(self, *names: bytes) -> None:
         assert names == (WAKE, CONTROL)
 
-    async def listen(self) -> AsyncIterator[dict[str, Any]]:
-        for channel, data in self.messages:
-            yield {"type": "message", "channel": channel, "data": data}
+    async def get_message(self, timeout: float) -> dict[str, Any]:
+        if not self.messages:
+            raise LookupError
+        channel, data = self.messages.pop(0)
+        return {"type": "message", "channel": channel, "data": data}
 
 
 async def heard(*messages: tuple[bytes, bytes], pauses: list[bool] | None = None) -> tuple[list[int], list[str]]:
@@ -41,7 +46,8 @@ async def heard(*messages: tuple[bytes, bytes], pauses: list[bool] | None = None
         cast(Any, Channels(list(messages))), "pool", WorkerMetrics("m"),
         on_wake=lanes.append, on_cancel=cancelled.append, on_pause=pauses.append, on_subscribed=lambda: None,
     )  # fmt: skip
-    await listener.run()
+    with pytest.raises(LookupError):
+        await listener.run()
     return lanes, cancelled
 
 
@@ -73,3 +79,42 @@ async def test_pausing_is_heard_in_order() -> None:
     messages = [(CONTROL, msgspec.msgpack.encode({"op": op})) for op in ("pause", "unknown", "unpause", "pause")]
     assert await heard(*messages, pauses=pauses) == ([], [])
     assert pauses == [True, False, True]
+
+
+async def test_a_subscription_that_falls_silent_is_taken_anew(valkey_url: str) -> None:
+    """Everything is held back, and no connection is closed: as behind a proxy that is stuck."""
+    lanes: list[int] = []
+    subscribed, woken = asyncio.Event(), asyncio.Event()
+
+    def wake(lane: int) -> None:
+        lanes.append(lane)
+        woken.set()
+
+    async with RedisProxy(valkey_url) as proxy:
+        far, near = connect_pubsub(proxy.url), connect(valkey_url)
+        listener = ControlListener(
+            far, "pool", WorkerMetrics("m"),
+            on_wake=wake, on_cancel=lambda _: None, on_pause=lambda _: None, on_subscribed=subscribed.set, ping_s=0.5,
+        )  # fmt: skip
+        task = asyncio.create_task(listener.run())
+        async with asyncio.timeout(20):
+            await subscribed.wait()
+            subscribed.clear()
+            # Longer than any silence that it puts up with: what is asked is answered.
+            await asyncio.sleep(1.5)
+            await near.publish(WAKE, b"1")
+            await woken.wait()
+            assert not subscribed.is_set(), "silence alone is no loss"
+            proxy.hold(requests=True)
+            await near.publish(WAKE, b"2")
+            await asyncio.sleep(1.5)
+            proxy.go_on()
+            await subscribed.wait()
+            woken.clear()
+            await near.publish(WAKE, b"3")
+            await woken.wait()
+        assert lanes[0] == 1 and lanes[-1] == 3
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await far.aclose()
+        await near.aclose()
