@@ -15,7 +15,7 @@ class LoraLayer:
 
     Attributes:
         a: [slots, parts, rank, inputs]; rows above an adapter's own rank, and parts that it lacks, are zeros.
-        b: [slots, outputs, rank], scaled; zeros likewise.
+        b: [slots, rank, outputs], scaled; zeros likewise.
         widths: outputs of each part; together they are all outputs.
     """
 

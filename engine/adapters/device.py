@@ -54,7 +54,7 @@ class DeviceAdapters:
                 layer.a[slot, 0, :, :rank] = a
             else:
                 layer.a[slot, target.part, :rank] = a
-            layer.b[slot, target.first : target.first + target.outputs, :rank] = part.b
+            layer.b[slot, :rank, target.first : target.first + target.outputs] = part.b.T
         self._changed[slot] = frozenset(_place(self._targets[module]) for module in adapter.parts)
         self.ranks[slot] = adapter.rank
 
@@ -80,7 +80,7 @@ class DeviceAdapters:
         if place[0] == "embedding":
             shape = (1, inputs, self._max_rank)  # a row for each token
         a = torch.zeros((self._count, *shape), dtype=self._dtype, device=self._device)
-        b = torch.zeros((self._count, sum(widths), self._max_rank), dtype=self._dtype, device=self._device)
+        b = torch.zeros((self._count, self._max_rank, sum(widths)), dtype=self._dtype, device=self._device)
         return LoraLayer(a, b, widths)
 
 

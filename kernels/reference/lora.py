@@ -10,7 +10,7 @@ from kernels.ops import register
 
 @register("add_lora", "reference")
 def add_lora(y: torch.Tensor, x: torch.Tensor, layer: LoraLayer, batch: LoraBatch) -> None:
-    """Add `x @ a.T @ b.T` of each row's slot to its row of `y`, in place; rows of the base model stay as they are.
+    """Add `x @ a.T @ b` of each row's slot to its row of `y`, in place; rows of the base model stay as they are.
 
     Args:
         y: [tokens, outputs], output of the layer.
@@ -23,6 +23,6 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, layer: LoraLayer, batch: LoraBatc
         first = 0
         for part, width in enumerate(layer.widths):
             low = x[rows].float() @ layer.a[slot, part].float().T
-            delta = low @ layer.b[slot, first : first + width].float().T
+            delta = low @ layer.b[slot, :, first : first + width].float()
             y[rows, first : first + width] = (y[rows, first : first + width].float() + delta).to(y.dtype)
             first += width

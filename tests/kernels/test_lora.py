@@ -20,7 +20,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 def random_layer(slots: int, widths: tuple[int, ...], rank: int, inputs: int, dtype: torch.dtype) -> LoraLayer:
     a = torch.randn(slots, len(widths), rank, inputs) / inputs**0.5
-    b = torch.randn(slots, sum(widths), rank) / rank**0.5
+    b = torch.randn(slots, rank, sum(widths)) / rank**0.5
     return LoraLayer(a.to(dtype), b.to(dtype), widths)
 
 
@@ -37,7 +37,7 @@ def plain(y: torch.Tensor, x: torch.Tensor, layer: LoraLayer, slots: list[int]) 
         first = 0
         for part, width in enumerate(layer.widths if slot >= 0 else ()):
             low = layer.a[slot, part].double() @ x[row].double()
-            wide[row, first : first + width] += layer.b[slot, first : first + width].double() @ low
+            wide[row, first : first + width] += low @ layer.b[slot, :, first : first + width].double()
             first += width
     return wide
 
@@ -87,8 +87,8 @@ def test_what_is_not_finite_in_one_adapter_stays_in_its_rows(add_lora: AddLora) 
 def test_rows_of_zeros_above_an_adapter_s_rank_do_nothing(add_lora: AddLora) -> None:
     torch.manual_seed(0)
     layer = random_layer(2, (8, 8), 8, 16, torch.float32)
-    layer.a[1, :, 2:], layer.b[1, :, 2:] = 0, 0
-    small = LoraLayer(layer.a[:, :, :2].clone(), layer.b[:, :, :2].clone(), layer.widths)
+    layer.a[1, :, 2:], layer.b[1, 2:] = 0, 0
+    small = LoraLayer(layer.a[:, :, :2].clone(), layer.b[:, :2].clone(), layer.widths)
     x, y = torch.randn(3, 16), torch.randn(3, 16)
     again = y.clone()
     add_lora(y, x, layer, batch_of([1, 1, 1], [8, 2]))
