@@ -47,32 +47,45 @@ class Sweeper:
         """One round over all pools.
 
         Raises:
-            ServiceUnavailableError: Redis is away.
+            ServiceUnavailableError: Redis is away, or one of its nodes: what others have was swept.
         """
         restore = self._rounds % RESTORE_EVERY == 0
         self._rounds += 1
+        away: ServiceUnavailableError | None = None
         for pool in await self._upkeep.pools():
-            if await self._upkeep.lock_sweep(pool, self._owner, self._interval_s * 0.8):
-                await self._sweep_pool(pool, restore)
+            try:
+                if await self._upkeep.lock_sweep(pool, self._owner, self._interval_s * 0.8):
+                    await self._sweep_pool(pool, restore)
+            except ServiceUnavailableError as error:
+                away = error
+        if away is not None:
+            raise away
 
     async def _sweep_pool(self, pool: str, restore: bool) -> None:
         # Before the lanes, so that what is put back is counted there.
         if restore:
-            await self._restore(pool)
+            try:
+                await self._restore(pool)
+            except ServiceUnavailableError as error:
+                log.warning("sweep.restore_failed", pool=pool, error=error.message)
         card: Card | None
         try:
             card = await self._upkeep.get_card(pool)
         except ProtocolError:  # of another version, or broken: its jobs are to end all the same
             card = None
+        away: ServiceUnavailableError | None = None
         for lane in range(card.lanes if card is not None else keys.MAX_LANES):
-            await self._sweep_lane(pool, lane)
+            try:
+                await self._sweep_lane(pool, lane)
+            except ServiceUnavailableError as error:  # of a cluster, the node of this lane may be the only one
+                away = error
+        if away is not None:
+            raise away
 
     async def _sweep_lane(self, pool: str, lane: int) -> None:
-        try:
-            swept = await self._upkeep.sweep_lane(pool, lane, SLACK_S)
-        except ForeignDataError as error:  # somebody wrote into this lane's keys; the others go on
+        swept = await self._upkeep.sweep_lane(pool, lane, SLACK_S)
+        for error in swept.broken:
             log.error("sweep.lane_broken", pool=pool, lane=lane, error=error.message)
-            return
         for job_id, status in swept.ended.items():
             self._metrics.swept.labels(status).inc()
             log.info("sweep.job_ended", job_id=job_id, status=status)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import msgspec
 
 from shared import keys, scripts
 from shared.calls import primaries
-from shared.errors import ConflictError, JobNotFoundError, ProtocolError
+from shared.errors import ConflictError, ForeignDataError, JobNotFoundError, ProtocolError
 from shared.jobs import DeadLetter, Lifetime
 from shared.jobstore import JobStore
 from shared.keys import JobId
@@ -31,11 +32,13 @@ class Swept:
         ended: jobs that ended: `expired`, `cancelled`, or `lost` where there was only an entry.
         recounted: counters that did not agree with the streams were counted anew.
         forgotten: consumers deleted whose worker is gone, and on which nothing was pending.
+        broken: what could not be done, because somebody else wrote into the lane's keys.
     """
 
     ended: dict[str, str] = field(default_factory=dict)
     recounted: bool = False
     forgotten: int = 0
+    broken: list[ForeignDataError] = field(default_factory=list)
 
 
 class Upkeep(JobStore):
@@ -44,22 +47,35 @@ class Upkeep(JobStore):
     async def sweep_lane(self, pool: str, lane: int, slack_s: float) -> Swept:
         """End jobs of a lane that are past their deadline, also where no worker lives; drop what nobody stands behind.
 
+        What cannot be done of it keeps nothing else from being done.
+
         Args:
             slack_s: seconds that a running job may outlive its deadline: its worker ends it, if it lives.
         """
         swept = Swept()
-        for stream in keys.lane_streams(pool, lane):
-            first = "-"
-            while first:
-                call = scripts.sweep(pool, lane, stream, first, _PAGE, round(slack_s * 1e3))
-                page, *ended = await self._run(call)
-                pairs = zip(ended[::2], ended[1::2], strict=True)
-                swept.ended |= {job.decode(errors="replace"): status.decode() for job, status in pairs}
-                first = f"({page.decode()}" if page else ""
+        steps: list[Callable[[str, int, Swept], Awaitable[None]]]
+        steps = [partial(self._sweep_stream, stream, slack_s) for stream in keys.lane_streams(pool, lane)]
+        for step in (*steps, self._recount, self._forget_dead):
+            try:
+                await step(pool, lane, swept)
+            except ForeignDataError as error:
+                swept.broken.append(error)
+        return swept
+
+    async def _sweep_stream(self, stream: str, slack_s: float, pool: str, lane: int, swept: Swept) -> None:
+        first = "-"
+        while first:
+            page, *ended = await self._run(scripts.sweep(pool, lane, stream, first, _PAGE, round(slack_s * 1e3)))
+            pairs = zip(ended[::2], ended[1::2], strict=True)
+            swept.ended |= {job.decode(errors="replace"): status.decode() for job, status in pairs}
+            first = f"({page.decode()}" if page else ""
+
+    async def _recount(self, pool: str, lane: int, swept: Swept) -> None:
         swept.recounted = bool(await self._run(scripts.recount(pool, lane)))
+
+    async def _forget_dead(self, pool: str, lane: int, swept: Swept) -> None:
         live = [owner.decode(errors="replace") for owner in await self._ask("ZRANGE", keys.workers(pool), 0, -1)]
         swept.forgotten = await self._run(scripts.forget_dead(pool, lane, live))
-        return swept
 
     async def restore(self, job_id: str) -> bool:
         """Put a live job back into its queue if no stream holds it. True: it was not there."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from gateway.sweeper import Sweeper
 from ropeway import cli
 from shared import keys
 from shared.connect import connect
+from shared.errors import ServiceUnavailableError
 from shared.jobs import Lease, Lifetime
 from shared.keys import JobId
 from shared.protocol import Card, TokenizerBundle
@@ -163,11 +165,49 @@ async def test_the_sweep_ends_late_jobs_and_puts_lost_ones_back(upkeep: Upkeep, 
 
 
 async def test_a_broken_lane_does_not_stop_the_sweep(upkeep: Upkeep, client: Any) -> None:
-    late = envelope(lane=1)
-    await upkeep.submit(late, lifetime=Lifetime(deadline_s=0.05))
+    late, beside = envelope(lane=1), envelope(lane=0, job_class="batch")
+    for job_ in (late, beside):
+        await upkeep.submit(job_, lifetime=Lifetime(deadline_s=0.05))
     await client.set(keys.queue(POOL, 0, "normal", 0), b"not a stream")
     foreign = JobId.new(POOL, 0)
     await client.hset(keys.job(foreign), mapping={"stream": b"q:normal:0", "status": b"queued"})
     await asyncio.sleep(0.1)
     await Sweeper(upkeep, GatewayMetrics(), 60.0).sweep()
     assert (await upkeep.status(late.id))[0] == "expired"
+    assert (await upkeep.status(beside.id))[0] == "expired", "nor is a broken stream the end of its lane"
+
+
+@pytest.mark.parametrize("where", ["recount", "forget_dead", "sweep", "restore"])
+async def test_an_error_in_any_step_of_the_sweep_stops_no_other(
+    upkeep: Upkeep, client: Any, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """As when a node is away, or refuses a command, in one lane only."""
+    late, counted, left = (envelope(lane=lane) for lane in (1, 1, 1))
+    await upkeep.submit(late, lifetime=Lifetime(deadline_s=0.05))
+    await upkeep.submit(counted)
+    await upkeep.submit(left)
+    await upkeep.pull(POOL, 1, "dead", budget(0), Lease())
+    await client.hset(keys.stats(POOL, 1), "queued_jobs", 7)
+    stream = keys.queue(POOL, 1, "normal", keys.bucket_of("default"))
+    await client.xgroup_createconsumer(stream, keys.GROUP, "dead")
+    await asyncio.sleep(0.1)
+    run = upkeep._run
+
+    async def fails(call: Any) -> Any:
+        if call.script is not None and call.script.name == where and call.lane in (f"{POOL}.0", "x"):
+            raise ServiceUnavailableError("this node is away")
+        return await run(call)
+
+    if where == "restore":
+        monkeypatch.setattr(upkeep, "job_ids", _away)
+    monkeypatch.setattr(upkeep, "_run", fails)
+    with pytest.raises(ServiceUnavailableError) if where != "restore" else nullcontext():
+        await Sweeper(upkeep, GatewayMetrics(), 60.0).sweep()
+    assert (await upkeep.status(late.id))[0] == "expired"
+    assert (await upkeep.lane_load(POOL, 1)).queued_jobs == 2
+    assert await client.xinfo_consumers(stream, keys.GROUP) == []
+
+
+async def _away(pool: str) -> AsyncIterator[str]:
+    raise ServiceUnavailableError("this node is away")
+    yield pool
