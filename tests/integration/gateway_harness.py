@@ -19,6 +19,7 @@ from shared.connect import connect
 from shared.jobs import Ending, Lease, Publication, Publish, PullBudget, PulledJob
 from shared.jobstore import JobStore
 from shared.protocol import (
+    Card,
     ChoiceFrame,
     ChoiceResult,
     ErrorInfo,
@@ -31,6 +32,7 @@ from shared.protocol import (
     encode,
 )
 from shared.settings import GatewaySettings
+from tests.support.at_rest import assert_at_rest
 from tests.unit.gateway import support
 
 BUDGET = PullBudget(
@@ -185,8 +187,11 @@ class Gateway:
 
 
 @asynccontextmanager
-async def serve(redis_url: str, *, card: Any = None, bundle: Any = None, **settings: Any) -> AsyncIterator[Gateway]:
-    """A gateway over an empty Redis with one pool; `card` False for none."""
+async def serve(
+    redis_url: str, *, card: Any = None, bundle: Any = None, clean: bool = True, **settings: Any
+) -> AsyncIterator[Gateway]:
+    """A gateway over an empty Redis with one pool; `card` False for none. With `clean` it must leave nothing behind."""
+    lanes = card.lanes if isinstance(card, Card) else 1
     client = connect(redis_url)
     store = JobStore(client)
     if card is not False:
@@ -194,6 +199,8 @@ async def serve(redis_url: str, *, card: Any = None, bundle: Any = None, **setti
     async with running(redis_url, **settings) as (url, services), httpx.AsyncClient(base_url=url, timeout=30) as http:
         yield Gateway(url, http, services, Worker(store), redis_url)
     await client.aclose()
+    if clean:
+        await assert_at_rest(redis_url, support.MODEL, lanes)
 
 
 @asynccontextmanager

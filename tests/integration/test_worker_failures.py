@@ -130,7 +130,7 @@ async def test_sigterm_hands_back_what_does_not_end(valkey_url: str, how: str) -
 async def test_sigterm_while_waiting_for_redis_at_the_start() -> None:
     server = RedisServer("valkey")
     try:
-        async with harness(server.url) as h:
+        async with harness(server.url, clean=False) as h:
             worker = await h.worker(ready=False)
             await worker.event("heartbeat failed, trying again")
             worker.signal(signal.SIGTERM)

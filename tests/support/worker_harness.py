@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from shared.jobstore import JobStore
 from shared.keys import JobId
 from shared.protocol import ChoiceResult, Envelope, Frame, JobClass, Result, TokenLogprob, decode
 from shared.sampling import SamplingParams
+from tests.support.at_rest import assert_at_rest, end_live
 from tests.support.redis_topology import raw_client
 from worker.outbox import wire_logprob
 from worker.transcript import Transcript
@@ -31,6 +32,8 @@ ROOT = Path(__file__).resolve().parents[2]
 POOL = "pool"
 LANES = 4
 LEASE_S = 1.0
+#: Until a worker that was told to stop, and holds nothing, counts as unable to.
+STOP_S = 10.0
 #: Until something that is to happen counts as not happening.
 PATIENCE_S = 60.0
 
@@ -116,6 +119,16 @@ class WorkerProcess:
             code = await self._process.wait()
             await self._reader
         return code
+
+    async def stop(self) -> None:
+        """End it in order if it lives and is able to."""
+        if self.alive:
+            self.signal(signal.SIGCONT)
+            self.signal(signal.SIGTERM)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STOP_S):
+                    await self._process.wait()
+        await self.close()
 
     async def close(self) -> None:
         if self.alive:
@@ -246,6 +259,13 @@ class Harness:
             if name.decode() not in permanent:
                 assert await self.client.pttl(name) != -1, f"{name!r} never expires"
 
+    async def rest(self) -> None:
+        """End all jobs and all workers as one should, and check that nothing is left of them."""
+        await end_live(self.url, POOL)
+        for worker in self._workers:
+            await worker.stop()
+        await assert_at_rest(self.url, POOL, LANES)
+
     async def close(self) -> None:
         for task in self._followers:
             task.cancel()
@@ -257,11 +277,13 @@ class Harness:
 
 
 @asynccontextmanager
-async def harness(url: str) -> AsyncIterator[Harness]:
-    """Workers and clients on one server; everything is ended afterwards."""
+async def harness(url: str, *, clean: bool = True) -> AsyncIterator[Harness]:
+    """Workers and clients on one server; everything is ended afterwards, and with `clean` nothing may be left of it."""
     h = Harness(url, await raw_client(url))
     try:
         yield h
+        if clean:
+            await h.rest()
     finally:
         await h.close()
 
