@@ -21,13 +21,17 @@ GROUP_COST = 256
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """What a batch must know of the KV cache. `null_block` is never written and holds zeros."""
+    """What a batch must know of the KV cache. `null_block` is never written and holds zeros.
+
+    `grouped`: attention wants groups of similar sizes, with masks; else all sequences are one group without.
+    """
 
     block_size: int
     null_block: int
     kv_heads: int
     dtype: torch.dtype
     device: torch.device
+    grouped: bool = True
 
 
 @dataclass(slots=True)
@@ -66,7 +70,7 @@ def build_batch(spans: list[Span], layout: CacheLayout) -> Batch:
     """
     counts = np.array([span.count for span in spans], dtype=np.int64)
     starts = np.array([span.start for span in spans], dtype=np.int64)
-    members = _partition(counts, starts + counts)
+    members = _partition(counts, starts + counts) if layout.grouped else [np.arange(len(spans))]
     order = np.concatenate(members)
     counts, starts = counts[order], starts[order]
     ordered = [spans[index] for index in order]
@@ -142,7 +146,6 @@ def _group(members: slice, shape: _Shape, layout: CacheLayout) -> AttentionGroup
     counts, lengths = shape.counts[members], shape.lengths[members]
     batch, queries, keys = len(counts), int(counts.max()), int(lengths.max())
     blocks = shape.tables[members, : -(-keys // layout.block_size)]
-    offsets = np.minimum(np.arange(queries), counts[:, None] - 1)  # [batch, queries], padding repeats the last row
     group = AttentionGroup(
         batch=batch,
         queries=queries,
@@ -151,8 +154,11 @@ def _group(members: slice, shape: _Shape, layout: CacheLayout) -> AttentionGroup
         keys=keys,
         counts=counts,
         lengths=lengths,
-        mask=_mask(shape.starts[members, None] + offsets + 1, keys, layout),
     )
+    if not layout.grouped:
+        return group
+    offsets = np.minimum(np.arange(queries), counts[:, None] - 1)  # [batch, queries], padding repeats the last row
+    group.mask = _mask(shape.starts[members, None] + offsets + 1, keys, layout)
     if group.rows != batch * queries:
         first_rows = np.cumsum(counts) - counts
         group.pad = _to((first_rows[:, None] + offsets).reshape(-1), layout)

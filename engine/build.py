@@ -10,6 +10,7 @@ import os
 import torch
 
 from engine.config import EngineConfig, SchedulerConfig
+from engine.cpu_kernels import use_native
 from engine.engine import Engine
 from engine.loading.checkpoint import Checkpoint
 from engine.loading.resolve import load
@@ -45,7 +46,7 @@ def build_engine(config: EngineConfig) -> Engine:
     checkpoint = load(config.model, config.cache_dir)
     model_config = ModelConfig.from_hf(checkpoint.config)
     max_model_len = _context(config, model_config)
-    ops = _ops(config, model_config, device)
+    ops = _ops(config, model_config, device, dtype)
     model = model_class(model_config.architecture)(model_config, checkpoint.tensors, ops, device, dtype, max_model_len)
     _warn_unused(checkpoint)
     num_blocks = _count_blocks(config, model, max_model_len)
@@ -99,13 +100,14 @@ def _cpu_computes_bfloat16() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def _ops(config: EngineConfig, model: ModelConfig, device: torch.device) -> Ops:
+def _ops(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Ops:
     if config.deterministic:
         if device.type == "cuda":
             # Else cuBLAS takes what workspace is free, and may sum in another order for it. Read at its first use.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         proven_pieces(model.head_dim, device, torch.get_num_threads())  # now, so that it fails at load if at all
-    return ops_for(device.type, deterministic=config.deterministic)
+    native = device.type == "cpu" and use_native(config, model, dtype)
+    return ops_for(device.type, deterministic=config.deterministic, native=native)
 
 
 def _context(config: EngineConfig, model: ModelConfig) -> int:

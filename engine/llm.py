@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from engine.build import build_engine
 from engine.chat import render_chat
-from engine.config import Device, DType, EngineConfig
+from engine.config import CpuKernels, Device, DType, EngineConfig
 from engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, candidates
 from engine.request import EngineRequest, StepOutput
 from engine.validation import checked_prompt
@@ -42,6 +42,7 @@ class LLM:
         max_num_batched_tokens: int = 1024,
         long_prefill_token_threshold: int | None = None,
         deterministic: bool = False,
+        cpu_kernels: CpuKernels = "auto",
         seed: int | None = None,
         enable_prefix_caching: bool = True,
         block_size: int = 16,
@@ -68,6 +69,7 @@ class LLM:
                 max_num_batched_tokens=max_num_batched_tokens,
                 long_prefill_token_threshold=long_prefill_token_threshold,
                 deterministic=deterministic,
+                cpu_kernels=cpu_kernels,
                 block_size=block_size,
                 num_blocks=num_blocks,
                 kv_cache_memory_mb=kv_cache_memory_mb,

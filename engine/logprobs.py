@@ -20,7 +20,9 @@ def not_finite() -> EngineError:
     return EngineError("the model's logits are not finite")
 
 
-def score(ops: Ops, logits: torch.Tensor, tokens: list[int], counts: list[int]) -> list[LogprobEntry | EngineError]:
+def score(
+    ops: Ops, logits: torch.Tensor | BlockedLogits, tokens: list[int], counts: list[int]
+) -> list[LogprobEntry | EngineError]:
     """`logprob_entries` of [rows, vocab] logits in any dtype; a row whose logits are not finite has an error."""
     x = BlockedLogits.of(logits)
     answers: list[LogprobEntry | EngineError] = [not_finite() for _ in tokens]

@@ -14,7 +14,7 @@ from engine.models.registry import CausalLM
 from engine.plan import Sampled, Span, StepPlan
 from engine.request import LogprobEntry
 from engine.sampler import Sampler
-from kernels.ops import Ops
+from kernels.ops import Ops, is_native
 
 #: Rows of logits that are scored at once: enough for the matrix product, and a bound on memory whatever the prompt.
 SCORED_ROWS = 64
@@ -40,7 +40,10 @@ class ModelRunner:
             dtype=model.dtype,
             device=model.device,
         )
-        self._layout = CacheLayout(block_size, num_blocks, config.num_key_value_heads, model.dtype, model.device)
+        self._layout = CacheLayout(
+            block_size, num_blocks, config.num_key_value_heads, model.dtype, model.device, grouped=not is_native(ops)
+        )
+        self._forward = ops.capture(model.forward, self._cache)
         self._tainted: set[int] = set()
 
     def fill_slot(self, slot: int, adapter: Adapter) -> None:
@@ -58,7 +61,7 @@ class ModelRunner:
         if self._tainted:
             self._clean(plan.spans)
         batch = build_batch(plan.spans, self._layout)
-        hidden = self._model.forward(batch.tokens, batch.positions, self._cache, batch.attention)
+        hidden = self._forward(batch.tokens, batch.positions, batch.attention)
         answers: list[Sampled | None] = [None] * len(plan.spans)
         self._sample(plan.spans, batch, hidden, answers)
         self._score(plan.spans, batch, hidden, answers)

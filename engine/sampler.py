@@ -40,7 +40,7 @@ class Sampler:
         self._encode = lru_cache(maxsize=1024)(encode)
         self._edits: BatchEdits | None = None
 
-    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
+    def sample(self, logits: torch.Tensor | BlockedLogits, sequences: list[Sequence]) -> list[Sampled]:
         """The next token of each sequence.
 
         Args:

@@ -29,8 +29,10 @@ class BlockedLogits:
     vocab: int
 
     @classmethod
-    def of(cls, logits: torch.Tensor) -> BlockedLogits:
+    def of(cls, logits: torch.Tensor | BlockedLogits) -> BlockedLogits:
         """[rows, vocab] of any floating dtype; shares memory with `logits` where nothing has to be converted."""
+        if isinstance(logits, BlockedLogits):
+            return logits
         vocab = logits.shape[1]
         values = logits.float()
         if vocab % BLOCK:

@@ -14,6 +14,8 @@ BACKENDS: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "reference"), "cuda": ("t
 
 #: Preferred to all others where results are to be deterministic.
 INVARIANT = "invariant"
+#: Preferred to all others on a CPU where it has been loaded and is asked for.
+NATIVE = "cpu.native"
 
 _table: dict[tuple[str, str], Callable[..., Any]] = {}
 
@@ -25,9 +27,11 @@ class Ops:
     add_lora: Callable[..., Any]
     apply_penalties: Callable[..., Any]
     argmax: Callable[..., Any]
+    capture: Callable[..., Any]
     copy_blocks: Callable[..., Any]
     count_above: Callable[..., Any]
     draw: Callable[..., Any]
+    embed: Callable[..., Any]
     gated_linear: Callable[..., Any]
     largest: Callable[..., Any]
     linear: Callable[..., Any]
@@ -36,6 +40,7 @@ class Ops:
     rms_norm: Callable[..., Any]
     rotary: Callable[..., Any]
     silu_and_mul: Callable[..., Any]
+    unembed: Callable[..., Any]
     write_kv: Callable[..., Any]
 
 
@@ -63,12 +68,13 @@ def implementation(operation: str, backend: str) -> Callable[..., Any] | None:
     return _table.get((operation, backend))
 
 
-def ops_for(device_type: str, *, deterministic: bool = False) -> Ops:
+def ops_for(device_type: str, *, deterministic: bool = False, native: bool = False) -> Ops:
     """The operations for a type of device.
 
     Args:
         device_type: `cpu` or `cuda`.
-        deterministic: a row's result is to depend on that row alone, bit for bit.
+        deterministic: a row's result is to depend on that row alone, bit for bit, by `kernels.invariant`.
+        native: take what `kernels.cpu.native` has; it must have been loaded.
 
     Raises:
         ValueError: no backend serves the device.
@@ -78,7 +84,14 @@ def ops_for(device_type: str, *, deterministic: bool = False) -> Ops:
         raise ValueError(f"no kernels for device {device_type!r}; known: {', '.join(sorted(BACKENDS))}")
     if deterministic:
         backends = (INVARIANT, *backends)
+    elif native:
+        backends = (NATIVE, *backends)
     return Ops(**{field.name: _choose(field.name, backends) for field in fields(Ops)})
+
+
+def is_native(ops: Ops) -> bool:
+    """Whether attention is the native one, which takes sequences of any sizes as one group, without a mask."""
+    return ops.paged_attention is _table.get(("paged_attention", NATIVE))
 
 
 def _choose(operation: str, backends: tuple[str, ...]) -> Callable[..., Any]:

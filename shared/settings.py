@@ -94,7 +94,10 @@ class WorkerSettings(CommonSettings):
     num_blocks: int | None = Field(None, ge=1, description="blocks of the KV cache; wins over kv_cache_memory_mb")
     enable_prefix_caching: bool = Field(True, description="find full blocks again by hash")
     deterministic: bool = Field(False, description="results do not depend on the batch, bit for bit; slower")
-    threads: int | None = Field(None, ge=1, description="torch threads; unset: the CPUs of this process")
+    cpu_kernels: Literal["auto", "native", "torch"] = Field(
+        "auto", description="on a CPU; native: C++ kernels, built on first use; auto: where they can be used"
+    )
+    threads: int | None = Field(None, ge=1, description="threads that compute; unset: the CPUs of this process")
     lease_s: float = Field(15.0, gt=0.1, description="seconds that a job may go unseen before another worker takes it")
     max_attempts: int = Field(3, ge=1, description="tries before a job is buried")
     heartbeat_s: float = Field(2.0, gt=0.01, description="seconds between entries in the registry")

@@ -55,6 +55,7 @@ def _build_model(settings: WorkerSettings) -> EngineProtocol:
             kv_cache_memory_mb=settings.kv_cache_memory_mb,
             enable_prefix_caching=settings.enable_prefix_caching,
             deterministic=settings.deterministic,
+            cpu_kernels=settings.cpu_kernels,
             threads=settings.threads,
             cache_dir=settings.cache_dir,
         )

@@ -11,6 +11,7 @@ from engine.models.config import ModelConfig
 from engine.models.registry import CausalLM, register_model
 from engine.models.rope import rope_tables
 from kernels.attention import AttentionBatch
+from kernels.blocked import BlockedLogits
 from kernels.ops import Ops
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
@@ -65,7 +66,7 @@ class LlamaModel(CausalLM):
         self._layers = [self._load_layer(weights, index) for index in range(config.num_hidden_layers)]
         self._norm = weights.take_vector("model.norm", config.hidden_size)
         tied = config.tie_word_embeddings or not weights.has("lm_head")
-        self._head = ops.linear(embedding if tied else weights.take("lm_head", *embedding.shape))
+        self._head = ops.unembed(embedding if tied else weights.take("lm_head", *embedding.shape))
 
     def _load_layer(self, weights: _Weights, index: int) -> _Layer:
         config, ops, name = self.config, self._ops, f"model.layers.{index}"
@@ -91,9 +92,9 @@ class LlamaModel(CausalLM):
         config, ops, eps = self.config, self._ops, self.config.rms_norm_eps
         count, dim, heads, rotated, scale = len(tokens), config.head_dim, self._heads, self._rotated, self._scale
         width = heads * dim
-        cos = self._cos.index_select(0, positions).unsqueeze(1)
-        sin = self._sin.index_select(0, positions).unsqueeze(1)
-        residual = self._embedding.index_select(0, tokens)
+        cos = ops.embed(self._cos, positions).unsqueeze(1)
+        sin = ops.embed(self._sin, positions).unsqueeze(1)
+        residual = ops.embed(self._embedding, tokens)
         update: torch.Tensor | None = None
         for layer, layer_cache in zip(self._layers, cache.unbind(0), strict=True):
             if update is None:
@@ -111,7 +112,7 @@ class LlamaModel(CausalLM):
             return ops.rms_norm(residual, self._norm, eps)
         return ops.rms_norm(update, self._norm, eps, residual)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor) -> BlockedLogits:
         return self._head(hidden)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from engine.models.config import ModelConfig
 from kernels.attention import AttentionBatch
+from kernels.blocked import BlockedLogits
 from kernels.ops import Ops
 
 _MODULES = ("engine.models.llama",)
@@ -58,8 +59,8 @@ class CausalLM(ABC):
         """
 
     @abstractmethod
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> [rows, vocab] in the model's dtype."""
+    def logits(self, hidden: torch.Tensor) -> BlockedLogits:
+        """[rows, hidden] -> [rows, vocab]."""
 
 
 Model = TypeVar("Model", bound=type[CausalLM])

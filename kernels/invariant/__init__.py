@@ -5,6 +5,6 @@ equal bits: see `kernels.invariant.tiles`. Everything else is made of element-wi
 of sums over one row in an order that its length decides.
 """
 
-from kernels.invariant import linear, paged_attention, rms_norm, rotary, silu_and_mul
+from kernels.invariant import linear, paged_attention, rms_norm, rotary, silu_and_mul, unembed
 
-__all__ = ["linear", "paged_attention", "rms_norm", "rotary", "silu_and_mul"]
+__all__ = ["linear", "paged_attention", "rms_norm", "rotary", "silu_and_mul", "unembed"]

@@ -1,7 +1,9 @@
 """The specification of each operation in plain torch, one file an operation. Runs on every device."""
 
 from kernels.reference import (
+    capture,
     copy_blocks,
+    embed,
     linear,
     logprobs,
     lora,
@@ -10,11 +12,14 @@ from kernels.reference import (
     rotary,
     sampling,
     silu_and_mul,
+    unembed,
     write_kv,
 )
 
 __all__ = [
+    "capture",
     "copy_blocks",
+    "embed",
     "linear",
     "logprobs",
     "lora",
@@ -23,5 +28,6 @@ __all__ = [
     "rotary",
     "sampling",
     "silu_and_mul",
+    "unembed",
     "write_kv",
 ]

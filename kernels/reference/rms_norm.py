@@ -19,7 +19,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
         residual: [tokens, hidden] or None.
 
     Returns:
-        [tokens, hidden] in the dtype of `x`.
+        [tokens, hidden] in the dtype of the weight; that of `x` and of the residual may be wider.
     """
     y = x if residual is None else residual.add_(x)
     wide = y.float()

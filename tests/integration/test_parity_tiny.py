@@ -16,8 +16,9 @@ from engine.models.config import ModelConfig
 from engine.models.registry import CausalLM, model_class
 from engine.plan import Span
 from engine.sequence import Sequence
-from kernels.ops import ops_for
+from kernels.ops import Ops, ops_for
 from shared.sampling import SamplingParams
+from tests.support.native import load_native
 from tests.support.tiny_llama import VOCAB, save_tiny_model
 
 BLOCK = 4
@@ -51,10 +52,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def load_model(folder: Path, cache: Path, dtype: torch.dtype) -> CausalLM:
+@pytest.fixture(params=["torch", "native"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    """The operations for a CPU, of torch and native."""
+    native = request.param == "native"
+    if native:
+        load_native()
+    return ops_for("cpu", native=native)
+
+
+def load_model(folder: Path, cache: Path, dtype: torch.dtype, ops: Ops) -> CausalLM:
     checkpoint = load(str(folder), cache)
     config = ModelConfig.from_hf(checkpoint.config)
-    return model_class(config.architecture)(config, checkpoint.tensors, ops_for("cpu"), CPU, dtype, 256)
+    return model_class(config.architecture)(config, checkpoint.tensors, ops, CPU, dtype, 256)
 
 
 @torch.inference_mode()
@@ -83,11 +93,12 @@ def paged_logits(model: CausalLM, prompts: list[list[int]], cuts: list[list[int]
                 spans.append(Span(sequences[i], start, cut[step] - start, sample=False))
                 owners.append(i)
         batch = build_batch(spans, layout)
-        logits = model.logits(model.forward(batch.tokens, batch.positions, cache, batch.attention))
+        hidden = model.forward(batch.tokens, batch.positions, cache, batch.attention)
+        logits = model.logits(hidden).values[:, : config.vocab_size]
         parts = logits.split([spans[index].count for index in batch.order])
         for index, part in zip(batch.order, parts, strict=True):
             found[owners[index]].append(part)
-    return [torch.cat(parts).float() for parts in found]
+    return [torch.cat(parts) for parts in found]
 
 
 def random_work(seed: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -108,28 +119,28 @@ def reference_logits(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_equal_those_of_transformers(variant: str, tmp_path: Path) -> None:
+def test_logits_equal_those_of_transformers(variant: str, ops: Ops, tmp_path: Path) -> None:
     kind, options = VARIANTS[variant]
     reference = save_tiny_model(tmp_path / "model", kind, **options)
-    model = load_model(tmp_path / "model", tmp_path / "cache", torch.float32)
+    model = load_model(tmp_path / "model", tmp_path / "cache", torch.float32, ops)
     prompts, cuts = random_work(1)
     for prompt, actual in zip(prompts, paged_logits(model, prompts, cuts), strict=True):
         expected = reference_logits(reference, prompt)
         assert torch.allclose(actual, expected, atol=2e-4, rtol=1e-4), float((actual - expected).abs().max())
 
 
-def test_sharded_checkpoint(tmp_path: Path) -> None:
+def test_sharded_checkpoint(ops: Ops, tmp_path: Path) -> None:
     reference = save_tiny_model(tmp_path / "model", shard_size="40KB")
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 2
-    model = load_model(tmp_path / "model", tmp_path / "cache", torch.float32)
+    model = load_model(tmp_path / "model", tmp_path / "cache", torch.float32, ops)
     prompts, cuts = random_work(2)
     for prompt, actual in zip(prompts, paged_logits(model, prompts, cuts), strict=True):
         assert torch.allclose(actual, reference_logits(reference, prompt), atol=2e-4, rtol=1e-4)
 
 
-def test_bfloat16_is_as_close_as_transformers_in_bfloat16(tmp_path: Path) -> None:
+def test_bfloat16_is_as_close_as_transformers_in_bfloat16(ops: Ops, tmp_path: Path) -> None:
     wide = save_tiny_model(tmp_path / "model")
-    model = load_model(tmp_path / "model", tmp_path / "cache", torch.bfloat16)
+    model = load_model(tmp_path / "model", tmp_path / "cache", torch.bfloat16, ops)
     prompts, cuts = random_work(3)
     exact = [reference_logits(wide, prompt) for prompt in prompts]
     narrow = wide.to(torch.bfloat16)
@@ -140,9 +151,9 @@ def test_bfloat16_is_as_close_as_transformers_in_bfloat16(tmp_path: Path) -> Non
     assert ours <= 1.5 * theirs
 
 
-def test_chunks_and_single_tokens_give_what_one_pass_gives(tmp_path: Path) -> None:
+def test_chunks_and_single_tokens_give_what_one_pass_gives(ops: Ops, tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "model")
-    model = load_model(tmp_path / "model", tmp_path / "cache", torch.float32)
+    model = load_model(tmp_path / "model", tmp_path / "cache", torch.float32, ops)
     prompts, cuts = random_work(4)
     whole = paged_logits(model, prompts, [[len(prompt)] for prompt in prompts])
     for one, cut in zip(whole, paged_logits(model, prompts, cuts), strict=True):

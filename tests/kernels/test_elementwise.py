@@ -12,7 +12,7 @@ from kernels.ops import Ops, implementation, ops_for
 #: Allowed difference, as a share of the largest value.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
 DTYPES = sorted(TOLERANCE, key=str)
-BACKENDS = ["reference", "cpu", "invariant"]
+BACKENDS = ["reference", "cpu", "invariant", "cpu.native"]
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -50,7 +50,9 @@ def test_rms_norm(backend: str, dtype: torch.dtype, tokens: int, hidden: int, wi
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "heads", "dim"), [(1, 1, 2), (5, 3, 8), (33, 4, 64)])
-def test_rotary_turns_each_pair_by_its_angle(dtype: torch.dtype, tokens: int, heads: int, dim: int) -> None:
+def test_rotary_turns_each_pair_by_its_angle(
+    cpu_ops: Ops, dtype: torch.dtype, tokens: int, heads: int, dim: int
+) -> None:
     wide = torch.randn(tokens, heads + 2, dim).to(dtype)
     x = wide.narrow(1, 1, heads)  # rows are strided, as in the fused projection
     angles = torch.rand(tokens, dim // 2, dtype=torch.float64) * 6
@@ -63,7 +65,7 @@ def test_rotary_turns_each_pair_by_its_angle(dtype: torch.dtype, tokens: int, he
     cos = torch.cat((angles.cos(), angles.cos()), -1).unsqueeze(1).to(dtype)
     sin = torch.cat((-angles.sin(), angles.sin()), -1).unsqueeze(1).to(dtype)
     untouched = wide[:, 0].clone()
-    ops_for("cpu").rotary(x, cos, sin)
+    cpu_ops.rotary(x, cos, sin)
     assert close(x, expected)
     assert torch.equal(wide[:, 0], untouched)
 

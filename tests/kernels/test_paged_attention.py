@@ -11,7 +11,7 @@ import torch
 from engine.batch import CacheLayout, build_batch
 from engine.plan import Span
 from engine.sequence import Sequence
-from kernels.ops import ops_for
+from kernels.ops import Ops
 from shared.sampling import SamplingParams
 
 DIM = 16
@@ -77,7 +77,7 @@ BATCHES = {
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_of_a_mixed_batch(name: str, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+def test_attention_of_a_mixed_batch(cpu_ops: Ops, name: str, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     pool = Pool(random.Random(5), 4, kv_heads, dtype, 120)
     spans = [pool.span(start, count) for start, count in BATCHES[name]]
@@ -86,14 +86,14 @@ def test_attention_of_a_mixed_batch(name: str, heads: int, kv_heads: int, dtype:
     query = fused.narrow(1, 0, heads)
     batch = build_batch(spans, pool.layout)
     spans = [spans[index] for index in batch.order]
-    actual = ops_for("cpu").paged_attention(query, pool.cache, batch.attention, DIM**-0.5)
+    actual = cpu_ops.paged_attention(query, pool.cache, batch.attention, DIM**-0.5)
     expected = naive(pool, spans, query, DIM**-0.5)
     assert actual.shape == (tokens, heads * DIM)
     assert torch.allclose(actual.double(), expected, atol=1e-5 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_batches_over_random_block_sizes(seed: int) -> None:
+def test_random_batches_over_random_block_sizes(cpu_ops: Ops, seed: int) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     kv_heads, per_head = rng.choice([1, 2, 3]), rng.choice([1, 3])
@@ -103,7 +103,7 @@ def test_random_batches_over_random_block_sizes(seed: int) -> None:
     query = torch.randn(sum(span.count for span in spans), kv_heads * per_head, DIM)
     batch = build_batch(spans, pool.layout)
     spans = [spans[index] for index in batch.order]
-    actual = ops_for("cpu").paged_attention(query, pool.cache, batch.attention, 0.3)
+    actual = cpu_ops.paged_attention(query, pool.cache, batch.attention, 0.3)
     assert torch.allclose(actual.double(), naive(pool, spans, query, 0.3), atol=1e-5)
 
 
@@ -116,22 +116,22 @@ def test_lengths_far_apart_are_attended_in_several_groups() -> None:
     assert padded == 2001 + 30 * 4
 
 
-def test_unwritten_slots_never_matter() -> None:
+def test_unwritten_slots_never_matter(cpu_ops: Ops) -> None:
     """What lies behind a sequence's end, in its last block and in padding, is masked."""
     pool = Pool(random.Random(2), 4, 1, torch.float32, 40)
     spans = [pool.span(5, 1), pool.span(17, 1), pool.span(0, 3)]
     query = torch.randn(5, 2, DIM)
     batch = build_batch(spans, pool.layout)
-    before = ops_for("cpu").paged_attention(query, pool.cache, batch.attention, 1.0)
+    before = cpu_ops.paged_attention(query, pool.cache, batch.attention, 1.0)
     used = {(span.sequence.block_table[p // 4], p % 4) for span in spans for p in range(span.start + span.count)}
     for block in range(41):
         for offset in range(4):
             if (block, offset) not in used:
                 pool.cache[block, offset] = 1e4
-    assert torch.equal(ops_for("cpu").paged_attention(query, pool.cache, batch.attention, 1.0), before)
+    assert torch.equal(cpu_ops.paged_attention(query, pool.cache, batch.attention, 1.0), before)
 
 
-def test_write_kv_fills_exactly_the_mapped_slots() -> None:
+def test_write_kv_fills_exactly_the_mapped_slots(cpu_ops: Ops) -> None:
     pool = Pool(random.Random(4), 4, 2, torch.float32, 20)
     spans = [pool.span(3, 1), pool.span(0, 6), pool.span(7, 3)]
     batch = build_batch(spans, pool.layout)
@@ -143,14 +143,14 @@ def test_write_kv_fills_exactly_the_mapped_slots() -> None:
         for position in range(span.start, span.start + span.count):
             expected[span.sequence.block_table[position // 4], position % 4] = kv[row].view(2, 2, DIM)
             row += 1
-    ops_for("cpu").write_kv(kv, pool.cache, batch.attention.slot_mapping)
+    cpu_ops.write_kv(kv, pool.cache, batch.attention.slot_mapping)
     assert torch.equal(pool.cache, expected)
 
 
-def test_copy_blocks_reads_all_sources_first() -> None:
+def test_copy_blocks_reads_all_sources_first(cpu_ops: Ops) -> None:
     cache = torch.randn(3, 6, 2, 2, 1, 4)
     before = cache.clone()
-    ops_for("cpu").copy_blocks(cache, torch.tensor([0, 1]), torch.tensor([1, 5]))
+    cpu_ops.copy_blocks(cache, torch.tensor([0, 1]), torch.tensor([1, 5]))
     assert torch.equal(cache[:, 1], before[:, 0])
     assert torch.equal(cache[:, 5], before[:, 1])
     assert torch.equal(cache[:, [0, 2, 3, 4]], before[:, [0, 2, 3, 4]])

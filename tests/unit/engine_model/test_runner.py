@@ -18,8 +18,9 @@ from engine.request import LogprobEntry
 from engine.runner import SCORED_ROWS, ModelRunner
 from engine.sampler import Sampler
 from engine.sequence import Sequence
-from kernels.ops import ops_for
+from kernels.ops import Ops, ops_for
 from shared.sampling import SamplingParams
+from tests.support.native import load_native
 from tests.support.tiny_llama import VOCAB, save_tiny_model
 
 BLOCK = 4
@@ -31,15 +32,23 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTraine
     return path, save_tiny_model(path)
 
 
+@pytest.fixture(params=["torch", "native"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    """The operations for a CPU, of torch and native."""
+    native = request.param == "native"
+    if native:
+        load_native()
+    return ops_for("cpu", native=native)
+
+
 @pytest.fixture
-def runner(reference: tuple[Path, PreTrainedModel], tmp_path: Path) -> ModelRunner:
-    return load_runner(reference[0], tmp_path)
+def runner(reference: tuple[Path, PreTrainedModel], tmp_path: Path, ops: Ops) -> ModelRunner:
+    return load_runner(reference[0], tmp_path, ops)
 
 
-def load_runner(folder: Path, cache: Path) -> ModelRunner:
+def load_runner(folder: Path, cache: Path, ops: Ops) -> ModelRunner:
     checkpoint = load(str(folder), cache)
     config = ModelConfig.from_hf(checkpoint.config)
-    ops = ops_for("cpu")
     model = model_class("LlamaForCausalLM")(config, checkpoint.tensors, ops, torch.device("cpu"), torch.float32, 256)
     return ModelRunner(model, Sampler(ops, lambda text: []), ops, num_blocks=80, block_size=BLOCK)
 
@@ -160,9 +169,9 @@ def test_prompt_logprobs_are_those_of_a_whole_forward_pass(
     assert whole_answer.token_id == answer(runner, whole(sequence("b", s.tokens, list(range(40)))))[0]
 
 
-def test_more_candidates_than_the_vocabulary_has(tmp_path: Path) -> None:
+def test_more_candidates_than_the_vocabulary_has(tmp_path: Path, ops: Ops) -> None:
     model = save_tiny_model(tmp_path / "model", vocab_size=12)
-    runner = load_runner(tmp_path / "model", tmp_path / "cache")
+    runner = load_runner(tmp_path / "model", tmp_path / "cache", ops)
     s = sequence("a", [3, 11, 0, 5, 7], [0, 1], prompt_logprobs=20)
     (found,) = run(runner, scored(s))
     assert [len(entry.top) for entry in found.prompt_logprobs] == [12] * 4

@@ -1,0 +1,189 @@
+"""The native operations behind their contracts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kernels.blocked import BLOCK, BlockedLogits
+from kernels.cpu.native import library as native
+from kernels.cpu.native.library import DTYPES, GATED, LOGITS, PLAIN
+from kernels.cpu.native.program import empty, issue
+from kernels.ops import register
+from kernels.reference.linear import Linear
+
+#: Head sizes that attention serves: even, since rotary pairs are; and bounded by what a thread keeps in its cache.
+MOST_HEAD_DIM = 512
+
+
+def unserved(head_dim: int, dtype: torch.dtype) -> str | None:
+    """Why a model of such heads and such a dtype is not served; None where it is."""
+    if dtype not in DTYPES:
+        return f"{str(dtype).removeprefix('torch.')} is not served by the native kernels"
+    if head_dim % 2 or head_dim > MOST_HEAD_DIM:
+        return f"heads of {head_dim} are not served by the native kernels"
+    return None
+
+
+@register("embed", "cpu.native")
+def embed(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Contract of the reference; float32."""
+    width = table.shape[1]
+    out = empty(len(ids), width, torch.float32)
+    record = native.Gather(
+        table.data_ptr(), ids.data_ptr(), out.data_ptr(), width, DTYPES[table.dtype], DTYPES[out.dtype]
+    )
+    issue(record, len(ids), table, ids, out)
+    return out
+
+
+@register("rms_norm", "cpu.native")
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """Contract of the reference; the product with the weight is rounded once instead of twice."""
+    x = _rows(x)
+    rows, width = x.shape
+    out = empty(rows, width, weight.dtype)
+    other = x if residual is None else residual
+    record = native.Norm(
+        x.data_ptr(),
+        None if residual is None else residual.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        width,
+        DTYPES[x.dtype],
+        DTYPES[other.dtype],
+        DTYPES[weight.dtype],
+        eps,
+    )
+    issue(record, rows, x, weight, out, other)
+    return out
+
+
+@register("linear", "cpu.native")
+def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    """Contract of the reference. The weight given may be freed afterwards."""
+    packed, order = pack(weight, PLAIN)
+    shift = None if bias is None else _padded(bias, order)
+    width, dtype = weight.shape[0], weight.dtype
+
+    def apply(x: torch.Tensor) -> torch.Tensor:
+        return _project(x, packed, shift, empty(len(x), width, dtype), PLAIN)
+
+    return apply
+
+
+@register("gated_linear", "cpu.native")
+def gated_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    """Contract of the reference: SiLU and product are done where the matrix products leave their results."""
+    packed, order = pack(weight, GATED)
+    shift = None if bias is None else _padded(bias, order)
+    width, dtype = weight.shape[0] // 2, weight.dtype
+
+    def apply(x: torch.Tensor) -> torch.Tensor:
+        return _project(x, packed, shift, empty(len(x), width, dtype), GATED)
+
+    return apply
+
+
+@register("unembed", "cpu.native")
+def unembed(weight: torch.Tensor) -> Callable[[torch.Tensor], BlockedLogits]:
+    """Contract of the reference; float32 as summed, and the blocks' maxima are found on the way."""
+    packed, _ = pack(weight, LOGITS)
+    vocab = weight.shape[0]
+    blocks = -(-vocab // BLOCK)
+
+    def apply(hidden: torch.Tensor) -> BlockedLogits:
+        values = empty(len(hidden), blocks * BLOCK, torch.float32)
+        peaks = empty(len(hidden), blocks, torch.float32)
+        _project(hidden, packed, None, values, LOGITS, vocab, peaks)
+        return BlockedLogits(values, peaks, peaks.amax(-1), vocab)
+
+    return apply
+
+
+@register("rotary", "cpu.native")
+def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Contract of the reference; rounded once. Tables may be wider than `x`."""
+    rows, heads, dim = x.shape
+    record = native.Rotary(
+        x.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        x.stride(0),
+        heads,
+        dim,
+        DTYPES[x.dtype],
+        DTYPES[cos.dtype],
+    )
+    issue(record, rows, x, cos, sin)
+
+
+@register("write_kv", "cpu.native")
+def write_kv(kv: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Contract of the reference."""
+    size = kv.dtype.itemsize
+    record = native.WriteKv(
+        kv.data_ptr(), cache.data_ptr(), slot_mapping.data_ptr(), kv.stride(0) * size, kv.shape[1] * size
+    )
+    issue(record, len(kv), kv, cache, slot_mapping)
+
+
+def pack(weight: torch.Tensor, epilogue: int) -> tuple[torch.Tensor, list[int]]:
+    """A weight in the library's own layout, and the weight's row for each of its columns (-1: none)."""
+    rows, columns = weight.shape
+    weight, gated, dtype = weight.contiguous(), epilogue == GATED, DTYPES[weight.dtype]
+    lib = native.library()
+    packed = torch.empty(lib.ropeway_packed_bytes(rows, columns, dtype, gated), dtype=torch.uint8)
+    lib.ropeway_pack(weight.data_ptr(), rows, columns, dtype, gated, packed.data_ptr())
+    panel = lib.ropeway_panel_columns()
+    return packed, _gated_order(rows // 2, panel // 2) if gated else _order(rows, panel)
+
+
+def _order(width: int, panel: int) -> list[int]:
+    return list(range(width)) + [-1] * (-width % panel)
+
+
+def _gated_order(width: int, lanes: int) -> list[int]:
+    order: list[int] = []
+    for first in range(0, width, lanes):
+        places = [place if place < width else -1 for place in range(first, first + lanes)]
+        order += places + [place if place < 0 else width + place for place in places]
+    return order
+
+
+def _padded(bias: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """[columns] float32: the bias as the packed columns are."""
+    return torch.cat((bias.float(), bias.new_zeros(1, dtype=torch.float32)))[torch.tensor(order)]
+
+
+def _project(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    epilogue: int,
+    width: int | None = None,
+    peaks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    x = _rows(x)
+    record = native.Linear(
+        x.data_ptr(),
+        packed.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        None if peaks is None else peaks.data_ptr(),
+        x.stride(0),
+        out.stride(0),
+        0 if peaks is None else peaks.stride(0),
+        x.shape[1],
+        out.shape[1] if width is None else width,
+        DTYPES[x.dtype],
+        epilogue,
+    )
+    issue(record, len(x), *(each for each in (x, packed, bias, out, peaks) if each is not None))
+    return out
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -1,0 +1,142 @@
+// The library: programs of operations, run by a pool of threads. Called through ctypes; see `abi.h`.
+#include "abi.h"
+#include "attention.h"
+#include "elementwise.h"
+#include "gemm.h"
+#include "pool.h"
+
+#ifndef ROPEWAY_KEY
+#define ROPEWAY_KEY "none"
+#endif
+
+namespace {
+
+// Rows that one task of a cheap operation takes.
+constexpr int64_t kRowsEach = 8;
+
+class Program {
+   public:
+    Program(const Instruction* instructions, int64_t count, const Batch& batch, int threads)
+        : instructions_(instructions), count_(count), batch_(batch), threads_(threads), scratch_(threads) {}
+
+    int phases() const { return (int)count_; }
+
+    int64_t tasks(int phase) {
+        const Instruction& i = instructions_[phase];
+        if (batch_.rows == 0) return 0;
+        if (i.op == kLinear) {
+            const LinearCut cut = cut_linear(*(const Linear*)i.record, batch_.rows, threads_);
+            return cut.row_blocks * cut.panel_blocks;
+        }
+        if (i.op == kAttention) {
+            const Attention& a = *(const Attention*)i.record;
+            if (const int64_t each = query_tokens(a); each != tiles_each_) {
+                cut_queries(batch_, each, tiles_);
+                tiles_each_ = each;
+            }
+            return (int64_t)tiles_.size() * a.kv_heads;
+        }
+        return (batch_.rows + kRowsEach - 1) / kRowsEach;
+    }
+
+    void run(int phase, int64_t task, int thread) {
+        const Instruction& i = instructions_[phase];
+        switch (i.op) {
+            case kGather: return by_rows(task, *(const Gather*)i.record, run_gather);
+            case kNorm: return by_rows(task, *(const Norm*)i.record, run_norm);
+            case kRotary: return by_rows(task, *(const Rotary*)i.record, run_rotary);
+            case kWriteKv: return by_rows(task, *(const WriteKv*)i.record, run_write_kv);
+            case kLinear: return run_linear(*(const Linear*)i.record, batch_.rows, threads_, task);
+            case kAttention: return run_attention(*(const Attention*)i.record, batch_, tiles_, task, scratch_[thread]);
+        }
+    }
+
+   private:
+    template <class Record>
+    void by_rows(int64_t task, const Record& record, void (*row)(const Record&, int64_t)) {
+        const int64_t last = std::min(batch_.rows, (task + 1) * kRowsEach);
+        for (int64_t t = task * kRowsEach; t < last; t++) row(record, t);
+    }
+
+    const Instruction* instructions_;
+    int64_t count_;
+    const Batch& batch_;
+    int threads_;
+    std::vector<Scratch> scratch_;
+    std::vector<QueryTile> tiles_;
+    int64_t tiles_each_ = 0;
+};
+
+std::mutex guard;
+std::unique_ptr<Pool<Program>> pool;
+int wanted_threads = 1;
+int wanted_spins = 2000;
+
+Pool<Program>& ready_pool() {
+    if (pool && (pool->forked() || pool->threads() != wanted_threads)) pool.reset();
+    if (!pool) pool = std::make_unique<Pool<Program>>(wanted_threads);
+    pool->set_spins(wanted_spins);
+    return *pool;
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t ropeway_abi() {
+    return kAbi;
+}
+
+// What the library was built for; the loader compares it.
+const char* ropeway_key() {
+    return ROPEWAY_KEY;
+}
+
+const char* ropeway_paths() {
+#if ROPEWAY_DPBF16
+    return "avx512_bf16";
+#elif defined(__AVX512F__)
+    return "avx512";
+#elif defined(__AVX2__)
+    return "avx2";
+#elif defined(__ARM_NEON)
+    return "neon";
+#else
+    return "portable";
+#endif
+}
+
+void ropeway_set_threads(int64_t threads, int64_t spins) {
+    std::lock_guard<std::mutex> lock(guard);
+    wanted_threads = (int)std::max<int64_t>(1, threads);
+    wanted_spins = (int)std::max<int64_t>(0, spins);
+}
+
+int64_t ropeway_packed_bytes(int64_t out, int64_t in, int64_t dtype, int64_t gated) {
+    const int64_t panels = gated ? (out / 2 + L - 1) / L : (out + NR - 1) / NR;
+    return panels * (int64_t)panel_bytes(in, dtype);
+}
+
+int64_t ropeway_panel_columns() {
+    return NR;
+}
+
+void ropeway_pack(const void* weight, int64_t out, int64_t in, int64_t dtype, int64_t gated, void* packed) {
+    if (dtype == kBFloat16)
+        pack_panels<bf16>((const bf16*)weight, out, in, gated != 0, (bf16*)packed);
+    else
+        pack_panels<float>((const float*)weight, out, in, gated != 0, (float*)packed);
+}
+
+// 0, or 1 more than the place of an unknown operation; nothing has run then.
+int64_t ropeway_run(const Instruction* instructions, int64_t count, const Batch* batch) {
+    for (int64_t i = 0; i < count; i++)
+        if (instructions[i].op < 0 || instructions[i].op >= kOps) return i + 1;
+    std::lock_guard<std::mutex> lock(guard);
+    Pool<Program>& threads = ready_pool();
+    Program program(instructions, count, *batch, threads.threads());
+    threads.run(program);
+    return 0;
+}
+
+}  // extern "C"

@@ -1,0 +1,226 @@
+"""What is particular to the native kernels: sizes of all kinds, rows that depend on themselves, recorded steps."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import pytest
+import torch
+
+from engine.batch import build_batch
+from kernels.attention import AttentionBatch
+from kernels.cpu import native
+from kernels.cpu.native.program import CaptureError, Recorder, recording
+from kernels.ops import Ops, is_native, ops_for
+from tests.kernels.test_paged_attention import DIM, Pool
+from tests.support.native import load_native
+
+#: Allowed difference of sums of about unit size; bfloat16: half a unit in the last place of results up to 8.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3.2e-2}
+DTYPES = sorted(TOLERANCE, key=str)
+
+#: Rows, columns in and out: one row, odd widths, panels that are full by one column or lack one, tiles of all heights.
+SIZES = [(1, 1, 1), (1, 8, 5), (3, 7, 64), (12, 33, 31), (13, 34, 33), (25, 65, 32), (120, 18, 70), (121, 576, 97)]
+
+
+@pytest.fixture
+def ops() -> Ops:
+    load_native()
+    torch.manual_seed(5)
+    return ops_for("cpu", native=True)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    return float((actual.double() - expected).abs().max()) <= TOLERANCE[actual.dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width", "out"), SIZES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_products_of_any_size(ops: Ops, dtype: torch.dtype, rows: int, width: int, out: int, with_bias: bool) -> None:
+    x = torch.randn(rows, width).to(dtype)
+    weight = (torch.randn(2 * out, width) / width**0.5).to(dtype)
+    bias = torch.randn(2 * out).to(dtype) if with_bias else None
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert close(ops.linear(weight, bias)(x), expected)
+    gate, up = expected.chunk(2, -1)
+    assert close(ops.gated_linear(weight, bias)(x), gate / (1 + (-gate).exp()) * up)
+    logits = ops.unembed(weight)(x)
+    assert logits.vocab == 2 * out
+    assert (logits.values[:, 2 * out :] == float("-inf")).all()
+    assert float((logits.values[:, : 2 * out].double() - x.double() @ weight.double().T).abs().max()) <= 2e-5
+    assert torch.equal(logits.peaks, logits.blocks.amax(-1))
+    assert torch.equal(logits.best, logits.values.amax(-1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_rows_at_all(ops: Ops, dtype: torch.dtype) -> None:
+    weight = torch.randn(6, 4).to(dtype)
+    x = torch.empty(0, 4, dtype=dtype)
+    assert ops.linear(weight)(x).shape == (0, 6)
+    assert ops.gated_linear(weight)(x).shape == (0, 3)
+    assert ops.rms_norm(x, weight[0], 1e-5).shape == (0, 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_a_wider_tensor(ops: Ops, dtype: torch.dtype) -> None:
+    wide, weight = torch.randn(9, 50).to(dtype), torch.randn(20, 30).to(dtype)
+    assert torch.equal(ops.linear(weight)(wide[:, 7:37]), ops.linear(weight)(wide[:, 7:37].contiguous()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_that_is_not_finite_stays_alone(ops: Ops, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(30, 40).to(dtype), torch.randn(130, 40).to(dtype)
+    x[7, 3], x[19, 0] = float("nan"), float("inf")
+    fine = [row for row in range(30) if row not in (7, 19)]
+    for result in (ops.linear(weight)(x), ops.gated_linear(weight)(x), ops.rms_norm(x, weight[0], 1e-5)):
+        assert result[fine].isfinite().all()
+        assert not result[7].isfinite().any()
+        assert not result[19].isfinite().all()
+    logits = ops.unembed(weight)(x)
+    assert logits.best[7].isnan()
+    assert not logits.best[19].isfinite()
+    assert logits.best[fine].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_products_of_a_row_do_not_depend_on_the_others(ops: Ops, dtype: torch.dtype, threads: int) -> None:
+    native.set_threads(threads)
+    x, weight = torch.randn(130, 66).to(dtype), torch.randn(200, 66).to(dtype)
+    for make in (ops.linear, ops.gated_linear, lambda weight: lambda x: ops.unembed(weight)(x).values):
+        apply = make(weight)
+        together = apply(x)
+        for rows in (slice(0, 1), slice(5, 18), slice(129, 130), slice(64, 96)):
+            assert torch.equal(apply(x[rows]), together[rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_does_not_depend_on_chunks_and_company(ops: Ops, dtype: torch.dtype) -> None:
+    pool = Pool(random.Random(9), 4, 2, dtype, 300)
+    span = pool.span(0, 150)
+    query = torch.randn(150, 6, DIM).to(dtype)
+
+    def attend(start: int, count: int, *others: tuple[int, int]) -> torch.Tensor:
+        part = type(span)(span.sequence, start, count, sample=False)
+        company = [pool.span(*other) for other in others]
+        batch = build_batch([part, *company], pool.layout)
+        rows = torch.cat([query[start : start + count], torch.randn(sum(n for _, n in others), 6, DIM).to(dtype)])
+        first = sum(([part, *company][index].count for index in batch.order[: batch.order.index(0)]), 0)
+        rows = torch.cat([rows[count : count + first], rows[:count], rows[count + first :]])
+        return ops.paged_attention(rows, pool.cache, batch.attention, 0.25)[first : first + count]
+
+    whole = attend(0, 150)
+    for start, count in ((149, 1), (63, 2), (64, 64), (0, 1), (17, 100)):
+        assert torch.equal(attend(start, count), whole[start : start + count])
+        assert torch.equal(attend(start, count, (30, 1), (0, 9)), whole[start : start + count])
+
+
+@pytest.mark.parametrize("dim", [2, 6, 32, 34, 80, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_serves_heads_of_any_even_size(ops: Ops, dim: int, dtype: torch.dtype) -> None:
+    cache = torch.randn(3, 40, 2, 2, dim).to(dtype)
+    query = torch.randn(1, 8, dim).to(dtype)
+    pool = Pool(random.Random(0), 40, 2, dtype, 2)
+    pool.free = [0, 1]
+    batch = build_batch([pool.span(70, 1)], pool.layout)
+    keys, values = (cache[[1, 0]].flatten(0, 1)[:71, part].double().repeat_interleave(4, 1) for part in (0, 1))
+    weights = (torch.einsum("hd,khd->hk", query[0].double(), keys) * dim**-0.5).softmax(-1)
+    expected = torch.einsum("hk,khd->hd", weights, values).view(1, -1)
+    assert close(ops.paged_attention(query, cache, batch.attention, dim**-0.5), expected)
+
+
+@pytest.mark.parametrize("size", [1e4, 3e38])
+def test_large_scores_are_a_choice_of_one_key(ops: Ops, size: float) -> None:
+    pool = Pool(random.Random(0), 4, 1, torch.float32, 30)
+    span = pool.span(80, 1)
+    batch = build_batch([span], pool.layout)
+    pool.cache[:, :, 0] = 0
+    pool.slot(span, 66)[0] = 1.0
+    query = torch.full((1, 1, DIM), size / DIM / 2)
+    found = ops.paged_attention(query, pool.cache, batch.attention, 1.0)
+    assert torch.equal(found[0], pool.slot(span, 66)[1, 0])
+
+
+def chain(ops: Ops, dtype: torch.dtype) -> tuple[object, torch.Tensor]:
+    """A small forward pass of every operation over a cache of one layer."""
+    table = torch.randn(100, 32).to(dtype)
+    tables = torch.randn(300, DIM).to(dtype), torch.randn(300, DIM).to(dtype)
+    norm = torch.randn(32).to(dtype)
+    qkv, out = ops.linear(torch.randn(6 * DIM, 32).to(dtype)), ops.linear(torch.randn(32, 4 * DIM).to(dtype))
+    gated, down = ops.gated_linear(torch.randn(60, 32).to(dtype)), ops.linear(torch.randn(32, 30).to(dtype))
+
+    def forward(
+        tokens: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
+        residual = ops.embed(table, tokens)
+        cos, sin = (ops.embed(each, positions).unsqueeze(1) for each in tables)
+        for layer in cache.unbind(0):
+            fused = qkv(ops.rms_norm(residual, norm, 1e-5))
+            heads = fused.view(len(tokens), 6, DIM)
+            ops.rotary(heads.narrow(1, 0, 5), cos, sin)
+            ops.write_kv(fused.narrow(1, 4 * DIM, 2 * DIM), layer, batch.slot_mapping)
+            x = ops.rms_norm(out(ops.paged_attention(heads.narrow(1, 0, 4), layer, batch, 0.25)), norm, 1e-5, residual)
+            x = ops.rms_norm(down(gated(x)), norm, 1e-5, residual)
+        return x
+
+    return forward, torch.zeros(2, 201, 4, 2, 1, DIM, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_recorded_pass_gives_the_bits_of_the_operations_one_by_one(ops: Ops, dtype: torch.dtype) -> None:
+    forward, cache = chain(ops, dtype)
+    other = cache.clone()
+    step = ops.capture(forward, cache)
+    pool = Pool(random.Random(3), 4, 1, dtype, 200)
+    # Few rows, more than the program was recorded for, and few again.
+    for counts in ([5, 1, 1], [100, 1, 90], [1], [3, 2]):
+        spans = [pool.span(0, count) for count in counts]
+        batch = build_batch(spans, pool.layout)
+        expected = forward(batch.tokens, batch.positions, other, batch.attention)
+        found = step(batch.tokens, batch.positions, batch.attention)
+        assert torch.equal(found, expected)
+        assert torch.equal(cache, other)
+        assert found.isfinite().all()
+
+
+def test_a_pass_with_an_operation_of_torch_is_not_recorded(ops: Ops, caplog: pytest.LogCaptureFixture) -> None:
+    table = torch.randn(9, 4)
+
+    def forward(
+        tokens: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
+        return ops.embed(table, tokens).mul(2.0)
+
+    step = ops.capture(forward, torch.zeros(0))
+    ids = torch.tensor([3, 1])
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert torch.equal(step(ids, ids, AttentionBatch(ids)), table[ids] * 2)
+    assert [record.message for record in caplog.records] == [
+        "the forward pass runs operation by operation: aten.mul.Tensor is computed by torch"
+    ]
+
+
+def test_rows_of_another_number_are_not_recorded(ops: Ops) -> None:
+    table, ids = torch.randn(9, 4), torch.tensor([3, 1, 2])
+    with pytest.raises(CaptureError, match="an operation has 3 rows, the program 8"), recording(8):
+        ops.embed(table, ids)
+
+
+def test_a_program_reuses_memory_that_python_let_go_of() -> None:
+    recorder = Recorder(16)
+    first = recorder.empty(8, torch.float32)
+    address, view = first.data_ptr(), first[:, 2:4]
+    del first
+    second = recorder.empty(8, torch.float32)
+    assert second.data_ptr() != address  # a view is left
+    del view
+    assert recorder.empty(8, torch.float32).data_ptr() == address
+
+
+def test_is_native(ops: Ops) -> None:
+    assert is_native(ops)
+    assert not is_native(ops_for("cpu"))
+    assert not is_native(ops_for("cpu", deterministic=True, native=True))

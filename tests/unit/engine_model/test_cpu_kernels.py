@@ -1,0 +1,119 @@
+"""Which kernels an engine takes on a CPU, why, and with how many threads."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import cpu_kernels
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.cpu_kernels import available_cpus, choose, native_threads
+from kernels.cpu import native
+from kernels.ops import is_native
+from tests.support.native import load_native
+from tests.support.tiny_llama import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("kernels") / "tiny"
+    save_tiny_model(path)
+    return path
+
+
+@pytest.fixture
+def missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were no compiler."""
+
+    def load(cache_dir: Path) -> None:
+        raise native.NativeUnavailableError("no C++ compiler")
+
+    monkeypatch.setattr(native, "load", load)
+
+
+def takes_native(folder: Path, **options: Any) -> bool:
+    engine = build_engine(EngineConfig(str(folder), num_blocks=4, cache_dir=folder / "cache", **options))
+    return is_native(engine._runner._ops)  # type: ignore[attr-defined]
+
+
+def test_auto_takes_them_where_they_are(folder: Path) -> None:
+    load_native()
+    assert takes_native(folder)
+    assert takes_native(folder, cpu_kernels="native", dtype="float32")
+    assert not takes_native(folder, cpu_kernels="torch")
+    assert not takes_native(folder, deterministic=True)
+
+
+def test_auto_without_a_compiler_says_so_and_takes_torch(
+    folder: Path, missing: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert not takes_native(folder)
+    assert [record.message for record in caplog.records] == ["CPU kernels of torch: no C++ compiler"]
+
+
+def test_what_is_asked_for_and_cannot_be_is_an_error(folder: Path, missing: None) -> None:
+    with pytest.raises(ValueError, match=r"cpu_kernels native: no C\+\+ compiler"):
+        takes_native(folder, cpu_kernels="native")
+
+
+def test_native_and_deterministic_exclude_each_other(folder: Path) -> None:
+    with pytest.raises(ValueError, match="cpu_kernels native: deterministic mode has kernels of its own"):
+        takes_native(folder, cpu_kernels="native", deterministic=True)
+
+
+def test_a_mistyped_setting_is_refused() -> None:
+    with pytest.raises(ValueError, match="cpu_kernels must be one of auto, native, torch, not 'fast'"):
+        EngineConfig("x", cpu_kernels="fast")  # type: ignore[arg-type]
+
+
+def test_models_that_are_not_served() -> None:
+    assert native.unserved(64, torch.bfloat16) is None
+    assert native.unserved(64, torch.float16) == "float16 is not served by the native kernels"
+    assert native.unserved(63, torch.float32) == "heads of 63 are not served by the native kernels"
+    assert native.unserved(1024, torch.float32) == "heads of 1024 are not served by the native kernels"
+
+
+def test_an_unserved_model_runs_on_torch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_native()
+    monkeypatch.setattr(native, "unserved", lambda head_dim, dtype: f"heads of {head_dim} are not served")
+    with caplog.at_level(logging.WARNING):
+        assert not takes_native(folder)
+    assert "CPU kernels of torch: heads of 8 are not served" in caplog.text
+
+
+def test_the_choice_has_a_reason(missing: None) -> None:
+    assert choose("torch").reason == "cpu_kernels is torch"
+    assert choose("auto").reason == "no C++ compiler"
+    assert choose("auto", deterministic=True).reason == "deterministic mode has kernels of its own"
+
+
+@pytest.mark.parametrize(
+    ("quota", "cpus"),
+    [("max 100000", 8), ("150000 100000", 2), ("50000 100000", 1), ("1600000 100000", 8), ("nonsense", 8), (None, 8)],
+)
+def test_cpus_by_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str | None, cpus: int) -> None:
+    monkeypatch.setattr(cpu_kernels, "_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(cpu_kernels.os, "sched_getaffinity", lambda _: set(range(8)))
+    if quota is not None:
+        (tmp_path / "cpu.max").write_text(quota + "\n")
+    assert available_cpus() == cpus
+
+
+def test_more_threads_than_cpus_are_not_started(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpu_kernels, "available_cpus", lambda: 2)
+    with caplog.at_level(logging.WARNING):
+        assert native_threads(1) == 1
+        assert native_threads(2) == 2
+        assert caplog.records == []
+        assert native_threads(64) == 2
+    assert "64 threads are asked for, and this process may use 2 CPUs: 2 are used" in caplog.text
