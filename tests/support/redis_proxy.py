@@ -32,8 +32,12 @@ class RedisProxy:
         self.requested = asyncio.Event()
 
     @property
+    def port(self) -> int:
+        return int(self._server.sockets[0].getsockname()[1])
+
+    @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/0"
+        return f"redis://127.0.0.1:{self.port}/0"
 
     def hold(self, *, requests: bool = False) -> None:
         """Keep answers back, with `requests` those too: a network on which nothing arrives."""

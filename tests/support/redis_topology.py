@@ -141,6 +141,15 @@ class ClusterServers:
             old.execute_command("CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", slot, slot, "NODE", node)
         until(lambda: self._owner(source, key)["primary"][1] == target.port, "the slot does not move")
 
+    @contextmanager
+    def announced(self, server: RedisServer, port: int) -> Iterator[None]:
+        """Have all nodes name another port for one of them to whoever asks: that of a proxy in front of it."""
+        self._announce(server, port)
+        try:
+            yield
+        finally:
+            self._announce(server, 0)
+
     def until_whole(self) -> None:
         """Wait until all servers agree that all slots are served."""
         until(lambda: all(_info(server)["cluster_state"] == "ok" for server in self.servers), "cluster state")
@@ -176,9 +185,23 @@ class ClusterServers:
             self.until_replicated()
         self.until_whole()
         # Not from the start: the more patient nodes are, the less they tell each other.
+        self._be_patient(self._timeout_ms)
+
+    def _be_patient(self, timeout_ms: int) -> None:
         for server in self.servers:
             with server.client() as client:
-                client.config_set("cluster-node-timeout", self._timeout_ms)
+                client.config_set("cluster-node-timeout", timeout_ms)
+
+    def _announce(self, server: RedisServer, port: int) -> None:
+        self._be_patient(QUICK_MS)
+        with server.client() as client:
+            client.config_set("cluster-announce-port", port)
+        named = port or server.port
+        until(
+            lambda: all(named in {owners["primary"][1] for owners in self._slots(s).values()} for s in self.servers),
+            "nodes name the port",
+        )
+        self._be_patient(self._timeout_ms)
 
     def _complete(self, server: RedisServer) -> bool:
         owners = self._slots(server).values()

@@ -21,7 +21,7 @@ from shared.jobstore import JobStore, SyncJobStore
 from shared.keys import JobId
 from tests.support.jobs import KEEP, NOW, POOL, budget, check_lane, envelope, last, owned, tokens
 from tests.support.redis_proxy import OneAnswerServer, RedisProxy
-from tests.support.redis_topology import is_one_server
+from tests.support.redis_topology import ClusterServers, SentinelServers, is_one_server
 
 FINE, FENCED = Publication.FINE, Publication.FENCED
 
@@ -35,9 +35,35 @@ async def proxy(redis_url: str) -> AsyncIterator[RedisProxy]:
 
 
 @pytest.fixture
-async def far_store(proxy: RedisProxy) -> AsyncIterator[JobStore]:
-    """A store behind the proxy, on one connection, trying twice."""
-    client = connect(proxy.url, max_connections=1, retry=Retry(NoBackoff(), 1))
+async def lane_proxy(redis_server: Any, redis_url: str, store: JobStore, other_lane: int) -> AsyncIterator[RedisProxy]:
+    """In front of the server that has lane 0; in a cluster the nodes name it in that server's place."""
+    if isinstance(redis_server, SentinelServers):
+        pytest.skip("sentinels name the primary itself")
+    if not isinstance(redis_server, ClusterServers):
+        async with RedisProxy(redis_url) as proxy:
+            yield proxy
+        return
+    await store.lane_load(POOL, 0)  # it knows the nodes by now and does not ask again
+    server = redis_server.serving(keys.stats(POOL, 0))
+    async with RedisProxy(server.url) as proxy:
+        with redis_server.announced(server, proxy.port):
+            yield proxy
+
+
+@pytest.fixture
+def other_lane(redis_server: Any) -> int:
+    """A lane of the server that has lane 0: with a call to it that server knows the script."""
+    if not isinstance(redis_server, ClusterServers):
+        return 9
+    server = redis_server.serving(keys.stats(POOL, 0))
+    return next(lane for lane in range(1, 64) if redis_server.serving(keys.stats(POOL, lane)) is server)
+
+
+@pytest.fixture
+async def far_store(redis_url: str, lane_proxy: RedisProxy) -> AsyncIterator[JobStore]:
+    """A store behind the proxy, on one connection to each node, trying twice."""
+    url = lane_proxy.url if is_one_server(redis_url) else redis_url
+    client = connect(url, max_connections=1, retry=Retry(NoBackoff(), 1))
     yield JobStore(client)
     await client.aclose()
 
@@ -55,23 +81,24 @@ async def settings(client: Any, **values: str) -> AsyncIterator[None]:
             await client.config_set(name, value)
 
 
+@pytest.mark.topologies
 async def test_every_call_can_be_repeated_when_its_answer_is_lost(
-    far_store: JobStore, proxy: RedisProxy, store: JobStore, client: Any
+    far_store: JobStore, lane_proxy: RedisProxy, other_lane: int, store: JobStore, client: Any
 ) -> None:
     job, other = envelope(callback_url="https://example.test"), envelope()
     calls = 0
 
     async def lossy(call: Any) -> Any:
         nonlocal calls
-        proxy.lose, calls = 1, calls + 1
+        lane_proxy.lose, calls = 1, calls + 1
         answer = await call
-        assert (proxy.lose, proxy.lost) == (0, calls), "the answer was not lost"
+        assert (lane_proxy.lose, lane_proxy.lost) == (0, calls), "the answer was not lost"
         return answer
 
-    await far_store.submit(envelope(lane=9))
+    await far_store.submit(envelope(lane=other_lane))
     assert (await lossy(far_store.submit(job))).queued_jobs == 1
     assert (await lossy(far_store.submit(other))).queued_jobs == 2
-    await far_store.pull(POOL, 9, "w", budget(), KEEP)
+    await far_store.pull(POOL, other_lane, "w", budget(), KEEP)
     pulled = await lossy(far_store.pull(POOL, 0, "w", budget(), KEEP))
     assert sorted(j.envelope.id for j in pulled.jobs) == sorted([job.id, other.id])
     held = {j.envelope.id: j for j in pulled.jobs}
@@ -90,15 +117,16 @@ async def test_every_call_can_be_repeated_when_its_answer_is_lost(
 
 
 async def test_a_pull_that_failed_for_good_loses_nothing(
-    far_store: JobStore, proxy: RedisProxy, store: JobStore, client: Any
+    far_store: JobStore, lane_proxy: RedisProxy, other_lane: int, store: JobStore, client: Any
 ) -> None:
     jobs = [envelope() for _ in range(4)]
     for job in jobs:
         await far_store.submit(job)
-    await far_store.pull(POOL, 1, "w", budget(), KEEP)
-    proxy.lose = 2
+    await far_store.pull(POOL, other_lane, "w", budget(), KEEP)
+    lane_proxy.lose = 100
     with pytest.raises(ServiceUnavailableError) as caught:
         await far_store.pull(POOL, 0, "w", budget(sequences=2), KEEP)
+    lane_proxy.lose = 0
     assert caught.value.retry_after
     assert (await store.lane_load(POOL, 0)).running_jobs == 2
     again = await far_store.pull(POOL, 0, "w", budget(sequences=2), KEEP)
@@ -109,21 +137,21 @@ async def test_a_pull_that_failed_for_good_loses_nothing(
 
 
 async def test_a_pull_cancelled_in_the_middle_loses_nothing(
-    far_store: JobStore, proxy: RedisProxy, store: JobStore, client: Any
+    far_store: JobStore, lane_proxy: RedisProxy, other_lane: int, store: JobStore, client: Any
 ) -> None:
     job = envelope()
     await far_store.submit(job)
-    await far_store.pull(POOL, 1, "w", budget(), KEEP)
-    proxy.hold()
-    proxy.requested.clear()
+    await far_store.pull(POOL, other_lane, "w", budget(), KEEP)
+    lane_proxy.hold()
+    lane_proxy.requested.clear()
     pull = asyncio.create_task(far_store.pull(POOL, 0, "w", budget(), KEEP))
-    await proxy.requested.wait()
+    await lane_proxy.requested.wait()
     while (await store.status(job.id))[0] != "running":
         await asyncio.sleep(0)
     pull.cancel()
     with pytest.raises(asyncio.CancelledError):
         await pull
-    proxy.go_on()
+    lane_proxy.go_on()
     again = await far_store.pull(POOL, 0, "w", budget(), KEEP)
     assert [j.envelope.id for j in again.jobs] == [job.id]
 
@@ -146,7 +174,9 @@ async def test_a_cancelled_command_never_shifts_the_answers(proxy: RedisProxy, c
     await far.aclose()
 
 
-async def test_many_cancelled_callers_leave_the_pool_whole(far_store: JobStore, client: Any) -> None:
+async def test_many_cancelled_callers_leave_the_pool_whole(redis_url: str, client: Any) -> None:
+    commands = connect(redis_url, max_connections=1, retry=Retry(NoBackoff(), 1))
+    far_store = JobStore(commands)
     jobs = [envelope() for _ in range(60)]
     tasks = [asyncio.create_task(far_store.submit(job)) for job in jobs]
     await tasks[0]
@@ -159,6 +189,7 @@ async def test_many_cancelled_callers_leave_the_pool_whole(far_store: JobStore, 
     assert sum(not isinstance(answer, BaseException) for answer in answers) >= 30
     stored = [job.id for job in jobs if await client.exists(keys.job(JobId.parse(job.id)))]
     await check_lane(client, stored)
+    await commands.aclose()
 
 
 async def test_scripts_that_the_server_forgot_are_loaded_again(store: JobStore, client: Any) -> None:
