@@ -132,7 +132,7 @@ async def test_streams_go_on_when_the_replica_takes_over(watched: Topology) -> N
 
 async def test_while_no_replica_has_taken_over(unwatched: Topology) -> None:
     lease_s = 1.0
-    async with harness(unwatched.url) as h, gateway(unwatched.url, submit_replicas=0) as http:
+    async with harness(unwatched.url, clean=False) as h, gateway(unwatched.url, submit_replicas=0) as http:
         workers = await asyncio.gather(h.worker(lease_s=lease_s), h.worker(lease_s=lease_s))
         lost = unwatched.serving(SERVED[0])
         touched = [lane for lane in SERVED if unwatched.serving(SERVED[lane]) is lost]
