@@ -1,4 +1,4 @@
-"""`submit_replicas` over HTTP: what no replica has is refused, and nothing of it goes on."""
+"""`submit_replicas` over HTTP: what too few replicas have is refused, and nothing of it goes on."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from tests.integration.gateway_harness import chat, serve
         ("/v1/jobs", {"kind": "chat", "body": chat()}),
     ],
 )
-async def test_what_no_replica_has_is_refused_and_taken_back(valkey_url: str, path: str, body: dict[str, Any]) -> None:
-    async with serve(valkey_url, submit_replicas=1, submit_replica_timeout_ms=50) as gateway:
+async def test_what_too_few_replicas_have_is_refused_and_taken_back(
+    valkey_url: str, path: str, body: dict[str, Any]
+) -> None:
+    async with serve(valkey_url, submit_replicas=2, submit_replica_timeout_ms=50) as gateway:
         response = await gateway.http.post(path, json=body)
         assert response.status_code == 503 and float(response.headers["retry-after"]) > 0
         error = response.json()["error"]
