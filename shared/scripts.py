@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from importlib.resources import files
@@ -417,15 +418,18 @@ def parse_view(job_id: str, values: Sequence[bytes | None]) -> JobView:
 
 
 def parse_dead_letter(entry: bytes, fields: dict[bytes, bytes]) -> DeadLetter:
-    """An entry of the stream of dead letters."""
+    """An entry of the stream of dead letters. What of it does not read is left out: one must not hide the others."""
     error: ErrorInfo | None = None
-    if b"error" in fields:
-        error = decode_error(fields[b"error"])
+    attempts = 0
+    with suppress(ProtocolError):
+        error = decode_error(fields[b"error"]) if b"error" in fields else None
+    with suppress(ForeignDataError):
+        attempts = parse_number(fields.get(b"attempts"))
     return DeadLetter(
         entry=entry.decode(),
-        job_id=fields.get(b"id", b"").decode(),
-        reason=fields.get(b"reason", b"").decode(),
-        attempts=int(fields.get(b"attempts", b"0")),
+        job_id=fields.get(b"id", b"").decode(errors="replace"),
+        reason=fields.get(b"reason", b"").decode(errors="replace"),
+        attempts=attempts,
         error=error,
         envelope=fields.get(b"env", b""),
     )
