@@ -121,6 +121,7 @@ class OneAnswerServer:
     def __init__(self, answer: bytes) -> None:
         self.answer = answer
         self.connections = 0
+        self.commands = 0
         self._serving: set[asyncio.Task[None]] = set()
 
     @property
@@ -135,8 +136,15 @@ class OneAnswerServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._server.close()
-        await asyncio.gather(*self._serving)
+        await asyncio.gather(*self._serving, return_exceptions=True)
         await self._server.wait_closed()
+
+    async def stop(self) -> None:
+        """Close all connections and the port, for a real server to take its place."""
+        self._server.close()
+        for task in list(self._serving):
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -145,11 +153,14 @@ class OneAnswerServer:
         task.add_done_callback(self._serving.discard)
         self.connections += 1
         parser = hiredis.Reader()
-        while data := await reader.read(65536):
-            parser.feed(data)
-            while (command := parser.gets()) is not False:
-                writer.write(b"+OK\r\n" if command[0] == b"CLIENT" else self.answer + b"\r\n")
-            await writer.drain()
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
+        try:
+            while data := await reader.read(65536):
+                parser.feed(data)
+                while (command := parser.gets()) is not False:
+                    self.commands += 1
+                    writer.write(b"+OK\r\n" if command[0] == b"CLIENT" else self.answer + b"\r\n")
+                await writer.drain()
+        finally:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()

@@ -28,7 +28,7 @@ async def settle(client: Any, pool: str, lanes: int, patience_s: float = PATIENC
 async def leftovers(client: Any, pool: str, lanes: int) -> list[str]:
     """What is not in order now."""
     live = {owner.decode() for owner in await client.zrange(keys.workers(pool), 0, -1)}
-    found = await _everlasting(client)
+    found = await everlasting(client)
     for lane in range(lanes):
         counters = await client.hgetall(keys.stats(pool, lane))
         for field, value in sorted(counters.items()):
@@ -55,7 +55,7 @@ async def _stream(client: Any, stream: str, live: set[str]) -> list[str]:
     return found
 
 
-async def _everlasting(client: Any) -> list[str]:
+async def everlasting(client: Any) -> list[str]:
     """Keys that never expire, but for pools' cards, tokenizers and registries, and what waits for an operator."""
     found = []
     async for name in client.scan_iter("*", count=1000):
