@@ -18,7 +18,8 @@ def main() -> None:
     def generate(prompts: list[list[int]], new_tokens: int) -> tuple[float, int]:
         return run_ropeway(llm, prompts, new_tokens), new_tokens * len(prompts)
 
-    answer_generations(answer, {"version": f"ropeway {version('ropeway')}"}, read_prompts(given["workload"]), generate)
+    ready = {"version": f"ropeway {version('ropeway')}, torch {version('torch')}"}
+    answer_generations(answer, ready, read_prompts(given["workload"]), generate)
 
 
 if __name__ == "__main__":
