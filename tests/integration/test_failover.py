@@ -131,8 +131,8 @@ async def test_streams_go_on_when_the_replica_takes_over(watched: Topology) -> N
 
 
 async def test_while_no_replica_has_taken_over(unwatched: Topology) -> None:
-    # A round of renewals lasts as long as the tries to reach the dead node, up to 0.7 s, and comes every third of a lease:
-    # with a lease of one second, jobs on healthy nodes could be taken for abandoned.
+    # Every third of a lease comes a round of renewals, which lasts as long as the tries to reach the dead node, up to
+    # 0.7 s: with a lease of one second, jobs on healthy nodes could be taken for abandoned.
     lease_s = 3.0
     async with harness(unwatched.url, clean=False) as h, gateway(unwatched.url, submit_replicas=0) as http:
         workers = await asyncio.gather(h.worker(lease_s=lease_s), h.worker(lease_s=lease_s))
