@@ -174,6 +174,34 @@ async def test_a_cancelled_command_never_shifts_the_answers(proxy: RedisProxy, c
     await far.aclose()
 
 
+async def test_a_cancelled_pipeline_never_shifts_the_answers(
+    far_store: JobStore, lane_proxy: RedisProxy, store: JobStore
+) -> None:
+    """Cut off with many answers under way, scripts and plain commands, at any of them."""
+    for lane in range(8):
+        for _ in range(lane):
+            await store.submit(envelope(lane=lane))
+    await far_store.lane_loads(POOL, range(8))
+    pulled = (await store.pull(POOL, 7, "w", budget(), KEEP)).jobs
+    await far_store.renew("w", [owned(job) for job in pulled])
+    for turn in range(20):
+        if turn % 2:
+            lane_proxy.hold()
+        lane_proxy.requested.clear()
+        calls = (far_store.lane_loads(POOL, range(8)), far_store.renew("w", [owned(job) for job in pulled]))
+        task = asyncio.create_task(calls[turn % 4 // 2])
+        calls[1 - turn % 4 // 2].close()
+        await lane_proxy.requested.wait()
+        for _ in range(turn):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        lane_proxy.go_on()
+        loads = await far_store.lane_loads(POOL, range(7))
+        assert [load.queued_jobs for load in loads if load is not None] == list(range(7))
+        assert await far_store.renew("w", [owned(job) for job in pulled]) == [FINE] * 7
+
+
 async def test_many_cancelled_callers_leave_the_pool_whole(redis_url: str, client: Any) -> None:
     commands = connect(redis_url, max_connections=1, retry=Retry(NoBackoff(), 1))
     far_store = JobStore(commands)
