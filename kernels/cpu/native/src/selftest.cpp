@@ -1,0 +1,200 @@
+// Every operation on odd shapes, in exactly as much memory as its contract names: for runs under sanitizers.
+// Results are compared with plain loops. Prints what differs; the exit status is the number of differences.
+#include "kernels.cpp"
+
+#include <cmath>
+#include <cstdio>
+#include <random>
+
+namespace {
+
+std::mt19937 random_bits(7);
+int wrong = 0;
+
+float uniform() {
+    return (float)(random_bits() % 2001) / 1000.0f - 1.0f;
+}
+
+// Of exactly `size` elements on the heap, so that a step beyond them is seen.
+template <class T>
+std::unique_ptr<T[]> filled(size_t size) {
+    std::unique_ptr<T[]> values(new T[size ? size : 1]);
+    for (size_t i = 0; i < size; i++) {
+        if constexpr (sizeof(T) == 2)
+            values[i].bits = (uint16_t)(__builtin_bit_cast(uint32_t, uniform()) >> 16);
+        else
+            values[i] = uniform();
+    }
+    return values;
+}
+
+void expect(double found, double wanted, double tolerance, const char* what, long a, long b, long c) {
+    if (std::fabs(found - wanted) <= tolerance) return;
+    std::printf("%s of %ld, %ld, %ld: %g, not %g\n", what, a, b, c, found, wanted);
+    wrong++;
+}
+
+template <class T>
+constexpr int64_t dtype_of = sizeof(T) == 2 ? kBFloat16 : kFloat32;
+template <class T>
+constexpr double tolerance_of = sizeof(T) == 2 ? 0.05 : 1e-3;
+
+void run_one(Op op, const void* record, const Batch& batch) {
+    const Instruction instruction{op, record};
+    if (ropeway_run(&instruction, 1, &batch)) wrong++;
+}
+
+Batch rows_only(int64_t rows) {
+    return {rows, 0, nullptr, nullptr, nullptr, nullptr};
+}
+
+template <class T>
+void check_linear(int64_t rows, int64_t in, int64_t out, Epilogue epilogue) {
+    const int64_t columns = epilogue == kGated ? 2 * out : out;
+    auto x = filled<T>(rows * in);
+    auto weight = filled<T>(columns * in);
+    const int64_t bytes = ropeway_packed_bytes(columns, in, dtype_of<T>, epilogue == kGated);
+    std::unique_ptr<char[]> packed(new char[bytes]);
+    ropeway_pack(weight.get(), columns, in, dtype_of<T>, epilogue == kGated, packed.get());
+    const int64_t width = epilogue == kLogits ? (out + kPeak - 1) / kPeak * kPeak : out;
+    std::unique_ptr<T[]> narrow(new T[rows * width + 1]);
+    std::unique_ptr<float[]> wide(new float[rows * width]), peaks(new float[rows * width / kPeak + 1]);
+    void* target = epilogue == kLogits ? (void*)wide.get() : (void*)narrow.get();
+    const Linear record{x.get(), packed.get(), nullptr, target, peaks.get(), in,       width,
+                        width / kPeak, in,     out,     dtype_of<T>, epilogue};
+    run_one(kLinear, &record, rows_only(rows));
+    auto product = [&](int64_t r, int64_t c) {
+        double sum = 0;
+        for (int64_t i = 0; i < in; i++) sum += (double)widen(x[r * in + i]) * widen(weight[c * in + i]);
+        return sum;
+    };
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < out; c++) {
+            double wanted = product(r, c);
+            if (epilogue == kGated) wanted = wanted / (1 + std::exp(-wanted)) * product(r, out + c);
+            const double found = epilogue == kLogits ? wide[r * width + c] : widen(narrow[r * width + c]);
+            expect(found, wanted, tolerance_of<T> * (1 + std::fabs(wanted)), "linear", rows, in, out);
+        }
+}
+
+template <class T>
+void check_rows(int64_t rows, int64_t width) {
+    auto x = filled<T>(rows * width), weight = filled<T>(width);
+    auto residual = filled<float>(rows * width);
+    std::unique_ptr<float[]> before(new float[rows * width + 1]);
+    std::copy(residual.get(), residual.get() + rows * width, before.get());
+    std::unique_ptr<T[]> out(new T[rows * width + 1]);
+    const Norm norm{x.get(), residual.get(), weight.get(), out.get(), width, dtype_of<T>, kFloat32, dtype_of<T>, 1e-5};
+    run_one(kNorm, &norm, rows_only(rows));
+    for (int64_t r = 0; r < rows; r++) {
+        double squares = 0;
+        for (int64_t i = 0; i < width; i++) squares += std::pow(before[r * width + i] + widen(x[r * width + i]), 2);
+        for (int64_t i = 0; i < width; i++) {
+            const double sum = before[r * width + i] + widen(x[r * width + i]);
+            const double wanted = sum / std::sqrt(squares / (double)width + 1e-5) * widen(weight[i]);
+            expect(widen(out[r * width + i]), wanted, tolerance_of<T>, "norm", rows, width, i);
+        }
+    }
+    std::unique_ptr<int64_t[]> ids(new int64_t[rows + 1]);
+    for (int64_t r = 0; r < rows; r++) ids[r] = rows - 1 - r;
+    std::unique_ptr<float[]> gathered(new float[rows * width + 1]);
+    const Gather gather{x.get(), ids.get(), gathered.get(), width, dtype_of<T>, kFloat32};
+    run_one(kGather, &gather, rows_only(rows));
+    for (int64_t i = 0; i < rows * width; i++)
+        expect(gathered[i], widen(x[(rows - 1 - i / width) * width + i % width]), 0, "gather", rows, width, i);
+}
+
+template <class T>
+void check_rotary(int64_t rows, int64_t heads, int64_t dim) {
+    auto x = filled<T>(rows * heads * dim), cos = filled<T>(rows * dim), sin = filled<T>(rows * dim);
+    std::unique_ptr<T[]> before(new T[rows * heads * dim]);
+    std::copy(x.get(), x.get() + rows * heads * dim, before.get());
+    const Rotary record{x.get(), cos.get(), sin.get(), heads * dim, heads, dim, dtype_of<T>, dtype_of<T>};
+    run_one(kRotary, &record, rows_only(rows));
+    for (int64_t i = 0; i < rows * heads * dim; i++) {
+        const int64_t row = i / (heads * dim), d = i % dim, other = d < dim / 2 ? i + dim / 2 : i - dim / 2;
+        const double wanted = (double)widen(before[i]) * widen(cos[row * dim + d]) +
+                              (double)widen(before[other]) * widen(sin[row * dim + d]);
+        expect(widen(x[i]), wanted, tolerance_of<T>, "rotary", rows, heads, dim);
+    }
+}
+
+// Sequences of (count, length); writes their keys and values and attends.
+template <class T>
+void check_attention(std::vector<std::pair<int64_t, int64_t>> sequences, int64_t block, int64_t kv_heads, int64_t group,
+                     int64_t dim) {
+    std::vector<int64_t> counts, lengths, starts, tables, slots;
+    int64_t blocks = 0, rows = 0, keys = 0;
+    for (auto [count, length] : sequences) blocks += (length + block - 1) / block;
+    int64_t next = blocks;
+    for (auto [count, length] : sequences) {
+        counts.push_back(count), lengths.push_back(length), starts.push_back((int64_t)tables.size());
+        for (int64_t i = 0; i < (length + block - 1) / block; i++) tables.push_back(--next);
+        for (int64_t p = 0; p < length; p++) slots.push_back(tables[starts.back() + p / block] * block + p % block);
+        rows += count, keys += length;
+    }
+    const int64_t heads = kv_heads * group, width = 2 * kv_heads * dim;
+    auto kv = filled<T>(keys * width), query = filled<T>(rows * heads * dim);
+    std::unique_ptr<T[]> cache(new T[blocks * block * width]), out(new T[rows * heads * dim]);
+    std::memset((void*)cache.get(), 0xff, blocks * block * width * sizeof(T));  // NaN wherever nothing is written
+    const WriteKv write{kv.get(), cache.get(), slots.data(), width * (int64_t)sizeof(T), width * (int64_t)sizeof(T)};
+    run_one(kWriteKv, &write, rows_only(keys));
+    const Batch batch{rows, (int64_t)counts.size(), counts.data(), lengths.data(), starts.data(), tables.data()};
+    const Attention record{query.get(), cache.get(), out.get(), heads * dim, heads * dim, block,
+                           heads,       kv_heads,    dim,       dtype_of<T>, 0.5};
+    run_one(kAttention, &record, batch);
+    int64_t row = 0, first = 0;
+    for (size_t s = 0; s < counts.size(); first += lengths[s++])
+        for (int64_t t = 0; t < counts[s]; t++, row++)
+            for (int64_t h = 0; h < heads; h++) {
+                const int64_t seen = lengths[s] - counts[s] + t + 1;
+                std::vector<double> weights(seen);
+                double sum = 0;
+                for (int64_t p = 0; p < seen; p++) {
+                    double score = 0;
+                    for (int64_t d = 0; d < dim; d++)
+                        score += (double)widen(query[(row * heads + h) * dim + d]) *
+                                 widen(kv[(first + p) * width + h / group * dim + d]);
+                    sum += weights[p] = std::exp(score * 0.5);
+                }
+                for (int64_t d = 0; d < dim; d++) {
+                    double wanted = 0;
+                    for (int64_t p = 0; p < seen; p++)
+                        wanted += weights[p] / sum * widen(kv[(first + p) * width + (kv_heads + h / group) * dim + d]);
+                    expect(widen(out[(row * heads + h) * dim + d]), wanted, tolerance_of<T>, "attention", row, h, d);
+                }
+            }
+}
+
+template <class T>
+void check_all() {
+    for (int64_t rows : {0, 1, 5, 12, 13, 37})
+        for (int64_t in : {1, 2, 31, 64})
+            for (int64_t out : {1, 15, 16, 32, 33, 70}) {
+                check_linear<T>(rows, in, out, kPlain);
+                check_linear<T>(rows, in, out, kGated);
+                check_linear<T>(rows, in, out, kLogits);
+            }
+    check_linear<T>(250, 18, 40, kPlain);
+    for (int64_t rows : {0, 1, 8, 9})
+        for (int64_t width : {1, 15, 16, 33}) check_rows<T>(rows, width);
+    for (int64_t dim : {2, 6, 32, 34}) {
+        check_rotary<T>(3, 2, dim);
+        check_attention<T>({{1, 1}}, 4, 1, 1, dim);
+        check_attention<T>({{1, 64}, {1, 65}, {1, 63}}, 16, 2, 3, dim);
+        check_attention<T>({{5, 5}, {1, 17}, {40, 130}, {1, 4}}, 4, 1, 3, dim);
+        check_attention<T>({{3, 33}}, 1, 1, 50, dim);
+    }
+}
+
+}  // namespace
+
+int main() {
+    for (int threads : {1, 3}) {
+        ropeway_set_threads(threads, 10);
+        check_all<float>();
+        check_all<bf16>();
+    }
+    pool.reset();
+    return wrong > 100 ? 100 : wrong;
+}
