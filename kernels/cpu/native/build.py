@@ -18,7 +18,17 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "src"
 #: GCC's own AVX-512 headers look uninitialised to it.
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Wno-maybe-uninitialized")
+FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-march=native",
+    "-fPIC",
+    "-pthread",
+    "-Wall",
+    "-Wextra",
+    "-Wno-uninitialized",
+    "-Wno-maybe-uninitialized",
+)
 COMPILERS = ("c++", "g++", "clang++")
 
 _COMPILE_S = 300.0

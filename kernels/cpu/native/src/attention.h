@@ -89,54 +89,112 @@ static inline void pack_keys(const T* const* keys, int count, int64_t dim, T* pa
         for (int64_t d = 0; d < dim; d++) panel[(d / pair * NR + j) * pair + d % pair] = j < count ? keys[j][d] : T{};
 }
 
-template <class T>
-struct AttentionTask {
-    const Attention& a;
-    const Batch& batch;
-    const QueryTile& tile_of;
-    int64_t kv_head, per_head, rows, panels;
-    T *query, *panel;
-    float *value, *score, *mixed, *total, *out, *top;
-
-    AttentionTask(const Attention& attention, const Batch& b, const QueryTile& t, int64_t head, Scratch& scratch)
-        : a(attention), batch(b), tile_of(t), kv_head(head), per_head(a.heads / a.kv_heads), rows(t.count * per_head) {
-        panels = (a.dim + NR - 1) / NR;
-        const size_t wide = panels * NR;
-        const size_t floats = kKeys * wide + rows * kKeys + MR * NR + rows * wide + 2 * rows;
-        const size_t halves = rows * a.dim + 2 * NR + NR * a.dim;
-        char* space = scratch.take(floats * 4 + (halves + 64) * sizeof(T) + 256);
-        value = (float*)space;
-        score = value + kKeys * wide;
-        mixed = score + rows * kKeys;
-        out = mixed + MR * NR;
-        total = out + rows * wide;
-        top = total + rows;
-        query = (T*)(top + rows);
-        panel = query + rows * a.dim;
+// `c` [R][V * L] = p [R, keys] @ values, straight from the cache; sums as `tile` does.
+template <class T, int R, int V>
+static __attribute__((noinline)) void mix_tile(const float* p, int64_t stride, const T* const* keys, int64_t behind,
+                                               int count, float* c) {
+    vf acc[R][V] = {};
+    for (int j = 0; j < count; j++) {
+        const T* value = keys[j] + behind;
+        vf v[V];
+        for (int i = 0; i < V; i++) v[i] = load(value + i * L);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            const vf weight = splat(p[r * stride + j]);
+            for (int i = 0; i < V; i++) acc[r][i] += weight * v[i];
+        }
     }
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < V; i++) store(c + (r * V + i) * L, acc[r][i]);
+}
 
-    const T* key_at(int64_t position) const {
-        const int64_t block = batch.blocks[batch.starts[tile_of.sequence] + position / a.block_size];
-        const int64_t slot = block * a.block_size + position % a.block_size;
-        return (const T*)a.cache + (slot * 2 * a.kv_heads + kv_head) * a.dim;
+constexpr int kFewRows = 4;  // up to here values are worth no copy in float32
+constexpr int kWide = 4;     // vectors of a row that `mix_few` takes at once
+
+template <class T>
+static inline void mix_few(int rows, const float* p, int64_t stride, const T* const* keys, int64_t behind, int count,
+                           float* c) {
+    using Function = void (*)(const float*, int64_t, const T* const*, int64_t, int, float*);
+    static const Function functions[kFewRows] = {mix_tile<T, 1, kWide>, mix_tile<T, 2, kWide>, mix_tile<T, 3, kWide>,
+                                                 mix_tile<T, 4, kWide>};
+    functions[rows - 1](p, stride, keys, behind, count, c);
+}
+
+// The query rows of one KV head, and their sums so far.
+template <class T>
+struct HeadState {
+    T* query;                    // [rows][dim]
+    float *out, *total, *top;    // [rows][width], [rows], [rows]
+};
+
+// A query tile and some KV heads: their keys lie side by side in the cache, so they go through it together.
+template <class T>
+class AttentionTask {
+   public:
+    AttentionTask(const Attention& attention, const Batch& batch, const QueryTile& tile, int64_t first_head,
+                  int64_t heads, Scratch& scratch)
+        : a(attention), batch_(batch), tile_(tile), first_head_(first_head), heads_(heads),
+          group_(a.heads / a.kv_heads), rows_(tile.count * group_), panels_((a.dim + NR - 1) / NR),
+          width_(panels_ * NR), few_(rows_ <= kFewRows && a.dim % (kWide * L) == 0) {
+        const int64_t floats = kKeys * width_ + rows_ * kKeys + MR * 2 * NR + heads * rows_ * (width_ + 2);
+        const int64_t narrow = heads * rows_ * a.dim + 2 * NR + NR * a.dim;
+        value_ = (float*)scratch.take(floats * sizeof(float) + narrow * sizeof(T) + 64);
+        score_ = value_ + kKeys * width_;
+        mixed_ = score_ + rows_ * kKeys;
+        states_ = mixed_ + MR * 2 * NR;
+        panel_ = (T*)(states_ + heads * rows_ * (width_ + 2));
+        queries_ = panel_ + 2 * NR + NR * a.dim;
     }
 
     void run() {
-        for (int64_t r = 0; r < rows; r++) {
-            const int64_t token = tile_of.row + r / per_head, head = kv_head * per_head + r % per_head;
-            std::memcpy((void*)(query + r * a.dim), (const T*)a.query + token * a.query_stride + head * a.dim,
-                        a.dim * sizeof(T));
-            total[r] = 0.0f, top[r] = -__builtin_inff();
+        for (int64_t h = 0; h < heads_; h++) begin(h);
+        const int64_t keys = tile_.visible + tile_.count - 1;
+        const T* found[2][kKeys];
+        fetch(0, keys, found[0]);
+        for (int64_t first = 0; first < keys; first += kKeys) {
+            const int turn = (int)(first / kKeys % 2);
+            fetch(first + kKeys, keys, found[1 - turn]);
+            for (int64_t h = 0; h < heads_; h++)
+                step(h, first, (int)std::min<int64_t>(kKeys, keys - first), found[turn]);
         }
-        std::memset(out, 0, rows * panels * NR * sizeof(float));
-        const int64_t keys = tile_of.visible + tile_of.count - 1;
-        for (int64_t first = 0; first < keys; first += kKeys) step(first, (int)std::min<int64_t>(kKeys, keys - first));
-        for (int64_t r = 0; r < rows; r++) {
-            const int64_t token = tile_of.row + r / per_head, head = kv_head * per_head + r % per_head;
-            T* result = (T*)a.out + token * a.out_stride + head * a.dim;
-            const float scale = 1.0f / total[r];
+        for (int64_t h = 0; h < heads_; h++) finish(h);
+    }
+
+   private:
+    const Attention& a;
+    const Batch& batch_;
+    const QueryTile& tile_;
+    const int64_t first_head_, heads_, group_, rows_, panels_, width_;
+    const bool few_;
+    float *value_, *score_, *mixed_, *states_;
+    T *panel_, *queries_;
+
+    HeadState<T> state(int64_t h) const {
+        float* out = states_ + h * rows_ * (width_ + 2);
+        return {queries_ + h * rows_ * a.dim, out, out + rows_ * width_, out + rows_ * (width_ + 1)};
+    }
+
+    // Where a row's head begins in query and result.
+    int64_t token(int64_t r) const { return tile_.row + r / group_; }
+    int64_t column(int64_t h, int64_t r) const { return ((first_head_ + h) * group_ + r % group_) * a.dim; }
+
+    void begin(int64_t h) {
+        const HeadState<T> s = state(h);
+        for (int64_t r = 0; r < rows_; r++) {
+            const T* source = (const T*)a.query + token(r) * a.query_stride + column(h, r);
+            std::memcpy((void*)(s.query + r * a.dim), source, a.dim * sizeof(T));
+            s.total[r] = 0.0f, s.top[r] = -__builtin_inff();
+        }
+        std::memset(s.out, 0, rows_ * width_ * sizeof(float));
+    }
+
+    void finish(int64_t h) {
+        const HeadState<T> s = state(h);
+        for (int64_t r = 0; r < rows_; r++) {
+            T* result = (T*)a.out + token(r) * a.out_stride + column(h, r);
+            const float scale = 1.0f / s.total[r];
             for (int64_t d = 0; d < a.dim; d += L) {
-                vf v = load(out + r * panels * NR + d) * scale;
+                const vf v = load(s.out + r * width_ + d) * scale;
                 if (d + L <= a.dim)
                     store(result + d, v);
                 else
@@ -145,58 +203,83 @@ struct AttentionTask {
         }
     }
 
-    // `count` keys from `first` on.
-    void step(int64_t first, int count) {
+    // Where the keys of a tile begin, those of the first head; values follow `kv_heads * dim` behind. Has them brought
+    // near meanwhile, since the places of blocks follow no pattern.
+    void fetch(int64_t first, int64_t end, const T** keys) const {
+        const int count = (int)std::min<int64_t>(kKeys, end - first);
+        if (count <= 0) return;
+        const int64_t* block = batch_.blocks + batch_.starts[tile_.sequence] + first / a.block_size;
+        const int64_t slot_size = 2 * a.kv_heads * a.dim;
+        int64_t offset = first % a.block_size;
+        for (int j = 0; j < count; block++, offset = 0) {
+            const T* key = (const T*)a.cache + (*block * a.block_size + offset) * slot_size + first_head_ * a.dim;
+            for (; offset < a.block_size && j < count; offset++, key += slot_size) keys[j++] = key;
+        }
+        const int64_t bytes = heads_ * a.dim * sizeof(T), behind = a.kv_heads * a.dim * sizeof(T);
+        for (int j = 0; j < count; j++)
+            for (int64_t at = 0; at < bytes; at += 64) {
+                __builtin_prefetch((const char*)keys[j] + at, 0, 2);
+                __builtin_prefetch((const char*)keys[j] + behind + at, 0, 2);
+            }
+    }
+
+    // `count` keys from `first` on; `found` are the first head's.
+    void step(int64_t h, int64_t first, int count, const T* const* found) {
+        const HeadState<T> s = state(h);
         const T* keys[kKeys];
-        for (int j = 0; j < count; j++) keys[j] = key_at(first + j);
+        for (int j = 0; j < count; j++) keys[j] = found[j] + h * a.dim;
         for (int j = 0; j < count; j += NR) {
-            pack_keys(keys + j, std::min(NR, count - j), a.dim, panel);
-            for_tiles(rows, [&](int64_t r, int n) {
-                tile_rows<T>(n, query + r * a.dim, a.dim, panel, a.dim, mixed);
-                for (int i = 0; i < n; i++) std::memcpy(score + (r + i) * kKeys + j, mixed + i * NR, NR * sizeof(float));
+            pack_keys(keys + j, std::min(NR, count - j), a.dim, panel_);
+            for_tiles(rows_, [&](int64_t r, int n) {
+                tile_rows<T>(n, s.query + r * a.dim, a.dim, panel_, a.dim, mixed_);
+                for (int i = 0; i < n; i++)
+                    std::memcpy(score_ + (r + i) * kKeys + j, mixed_ + i * NR, NR * sizeof(float));
             });
         }
         const int used = (count + NR - 1) / NR * NR;
+        if (!few_) widen_values(keys, count);
         float shrink[kQueryRows];
-        for (int64_t r = 0; r < rows; r += kQueryRows) {
-            const int64_t some = std::min<int64_t>(kQueryRows, rows - r);
+        for (int64_t r = 0; r < rows_; r += kQueryRows) {
+            const int64_t some = std::min<int64_t>(kQueryRows, rows_ - r);
             for (int64_t i = 0; i < some; i++)
-                shrink[i] = soften(r + i, tile_of.visible + (r + i) / per_head - first, used);
-            if (r == 0) widen_values(keys, count);
-            mix(r, some, count, shrink);
+                shrink[i] = soften(s, r + i, tile_.visible + (r + i) / group_ - first, used);
+            if (few_)
+                mix_from_cache(s, count, keys, shrink);
+            else
+                mix(s, r, some, count, shrink);
         }
     }
 
     // Scores of a row into weights; what its earlier sums shrink by.
-    float soften(int64_t r, int64_t visible, int used) {
-        float* s = score + r * kKeys;
-        for (int j = (int)std::max<int64_t>(0, visible); j < used; j++) s[j] = -__builtin_inff();
+    float soften(const HeadState<T>& s, int64_t r, int64_t visible, int used) {
+        float* row = score_ + r * kKeys;
+        for (int j = (int)std::max<int64_t>(0, visible); j < used; j++) row[j] = -__builtin_inff();
         vf most = splat(-__builtin_inff());
         for (int j = 0; j < used; j += L) {
-            vf v = load(s + j) * (float)a.scale;
-            store(s + j, v);
+            const vf v = load(row + j) * (float)a.scale;
+            store(row + j, v);
             most = v > most ? v : most;
         }
-        const float highest = std::max(top[r], max_lanes(most));
+        const float highest = std::max(s.top[r], max_lanes(most));
         vf sum = {};
         for (int j = 0; j < used; j += L) {
-            vf v = load(s + j);
-            vf weight = v == -__builtin_inff() ? vf{} : exp_v(v - highest);
-            store(s + j, weight);
+            const vf v = load(row + j);
+            const vf weight = v == -__builtin_inff() ? vf{} : exp_v(v - highest);
+            store(row + j, weight);
             sum += weight;
         }
-        const float shrink = highest == top[r] ? 1.0f : exp_v(splat(top[r] - highest))[0];
-        top[r] = highest;
-        total[r] = total[r] * shrink + sum_lanes(sum);
+        const float shrink = highest == s.top[r] ? 1.0f : exp_v(splat(s.top[r] - highest))[0];
+        s.top[r] = highest;
+        s.total[r] = s.total[r] * shrink + sum_lanes(sum);
         return shrink;
     }
 
     // Values of a tile as float32 panels.
     void widen_values(const T* const* keys, int count) {
-        for (int64_t p = 0; p < panels; p++)
+        for (int64_t p = 0; p < panels_; p++)
             for (int j = 0; j < count; j++) {
                 const T* source = keys[j] + a.kv_heads * a.dim + p * NR;
-                float* target = value + (p * kKeys + j) * NR;
+                float* target = value_ + (p * kKeys + j) * NR;
                 const int64_t left = a.dim - p * NR;
                 if (left >= NR) {
                     store(target, load(source));
@@ -208,26 +291,51 @@ struct AttentionTask {
             }
     }
 
-    void mix(int64_t r, int64_t some, int count, const float* shrink) {
-        for (int64_t p = 0; p < panels; p++)
+    void mix(const HeadState<T>& s, int64_t r, int64_t some, int count, const float* shrink) {
+        for (int64_t p = 0; p < panels_; p++)
             for_tiles(some, [&](int64_t at, int n) {
-                tile_rows<float>(n, score + (r + at) * kKeys, kKeys, value + p * kKeys * NR, count, mixed);
-                for (int i = 0; i < n; i++) {
-                    float* o = out + (r + at + i) * panels * NR + p * NR;
-                    const float s = shrink[at + i];
-                    store(o, load(o) * s + load(mixed + i * NR));
-                    store(o + L, load(o + L) * s + load(mixed + i * NR + L));
-                }
+                tile_rows<float>(n, score_ + (r + at) * kKeys, kKeys, value_ + p * kKeys * NR, count, mixed_);
+                for (int i = 0; i < n; i++)
+                    add_up(s.out + (r + at + i) * width_ + p * NR, mixed_ + i * NR, 2, shrink[at + i]);
             });
+    }
+
+    void mix_from_cache(const HeadState<T>& s, int count, const T* const* keys, const float* shrink) {
+        for (int64_t d = 0; d < a.dim; d += kWide * L) {
+            mix_few<T>((int)rows_, score_, kKeys, keys, a.kv_heads * a.dim + d, count, mixed_);
+            for (int64_t r = 0; r < rows_; r++)
+                add_up(s.out + r * width_ + d, mixed_ + r * kWide * L, kWide, shrink[r]);
+        }
+    }
+
+    static void add_up(float* out, const float* part, int vectors, float shrink) {
+        for (int i = 0; i < vectors; i++) store(out + i * L, load(out + i * L) * shrink + load(part + i * L));
     }
 };
 
+// How attention falls into tasks: so many KV heads of a query tile, and so many of these together.
+struct AttentionCut {
+    int64_t heads, splits, pairs, each;
+};
+
+static inline AttentionCut cut_attention(const Attention& a, int64_t tiles, int threads) {
+    AttentionCut cut;
+    cut.heads = tiles >= threads * 4 ? a.kv_heads : 1;
+    cut.splits = a.kv_heads / cut.heads;
+    cut.pairs = tiles * cut.splits;
+    cut.each = std::max<int64_t>(1, cut.pairs / (threads * 16));
+    return cut;
+}
+
 static inline void run_attention(const Attention& a, const Batch& batch, const std::vector<QueryTile>& tiles,
-                                 int64_t task, Scratch& scratch) {
-    const QueryTile& tile_of = tiles[task / a.kv_heads];
-    const int64_t kv_head = task % a.kv_heads;
-    if (a.dtype == kBFloat16)
-        AttentionTask<bf16>(a, batch, tile_of, kv_head, scratch).run();
-    else
-        AttentionTask<float>(a, batch, tile_of, kv_head, scratch).run();
+                                 int threads, int64_t task, Scratch& scratch) {
+    const AttentionCut cut = cut_attention(a, (int64_t)tiles.size(), threads);
+    for (int64_t pair = task * cut.each; pair < std::min(cut.pairs, (task + 1) * cut.each); pair++) {
+        const QueryTile& tile = tiles[pair / cut.splits];
+        const int64_t head = pair % cut.splits * cut.heads;
+        if (a.dtype == kBFloat16)
+            AttentionTask<bf16>(a, batch, tile, head, cut.heads, scratch).run();
+        else
+            AttentionTask<float>(a, batch, tile, head, cut.heads, scratch).run();
+    }
 }

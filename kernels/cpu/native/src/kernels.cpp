@@ -34,7 +34,8 @@ class Program {
                 cut_queries(batch_, each, tiles_);
                 tiles_each_ = each;
             }
-            return (int64_t)tiles_.size() * a.kv_heads;
+            const AttentionCut cut = cut_attention(a, (int64_t)tiles_.size(), threads_);
+            return (cut.pairs + cut.each - 1) / cut.each;
         }
         return (batch_.rows + kRowsEach - 1) / kRowsEach;
     }
@@ -47,7 +48,8 @@ class Program {
             case kRotary: return by_rows(task, *(const Rotary*)i.record, run_rotary);
             case kWriteKv: return by_rows(task, *(const WriteKv*)i.record, run_write_kv);
             case kLinear: return run_linear(*(const Linear*)i.record, batch_.rows, threads_, task);
-            case kAttention: return run_attention(*(const Attention*)i.record, batch_, tiles_, task, scratch_[thread]);
+            case kAttention: return run_attention(*(const Attention*)i.record, batch_, tiles_, threads_, task,
+                                                  scratch_[thread]);
         }
     }
 

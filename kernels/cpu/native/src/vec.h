@@ -101,6 +101,9 @@ static inline vf max_or_nan(vf most, vf x) {
 
 // Lanes in a fixed order of halves.
 static inline float sum_lanes(vf v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#endif
     float lane[L];
     store(lane, v);
     for (int width = L / 2; width; width /= 2)
@@ -108,7 +111,12 @@ static inline float sum_lanes(vf v) {
     return lane[0];
 }
 
+// NaN where a lane is one.
 static inline float max_lanes(vf v) {
+#if defined(__AVX512F__)
+    const float most = _mm512_reduce_max_ps((__m512)v);
+    return _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q) ? __builtin_nanf("") : most;
+#endif
     float lane[L];
     store(lane, v);
     for (int width = L / 2; width; width /= 2)
