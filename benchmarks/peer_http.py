@@ -150,6 +150,7 @@ class VllmServer:
 
     def __init__(self, python: str, folder: Path, threads: int, *, eager: bool) -> None:
         self.port = free_port()
+        self._mode = "eager" if eager else "torch.compile"
         options = {"--model": folder, "--served-model-name": self.model, "--dtype": "bfloat16", "--max-model-len": 1024}
         where = {"--host": "127.0.0.1", "--port": self.port}
         flags = ["--no-enable-prefix-caching", "--disable-log-stats", "--disable-uvicorn-access-log"]
@@ -177,6 +178,11 @@ class VllmServer:
 
     def __exit__(self, *exc: object) -> None:
         self._child.close()
+
+    def version(self) -> str:
+        """As the server says it, and how it runs."""
+        answer = httpx.get(f"http://127.0.0.1:{self.port}/version", timeout=10).raise_for_status().json()
+        return f"vllm server {answer['version']}, {self._mode}"
 
     def go_on(self) -> None:
         self._child.go_on()

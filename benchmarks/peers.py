@@ -177,15 +177,16 @@ def beside_neighbour(setup: Setup) -> dict[str, float]:
     return peer_figures.neighbour(quiet, disturbed)
 
 
-def over_http(setup: Setup) -> dict[str, float]:
-    """Ropeway's processes and vLLM's server in turns."""
+def over_http(setup: Setup) -> tuple[dict[str, float], str]:
+    """Ropeway's processes and vLLM's server in turns; figures, and the server's version."""
     _err.print("loading both servers")
     with (
         RopewayServer(MODEL) as ours,
         VllmServer(setup.given["vllm"], setup.safetensors(), setup.threads, eager=setup.eager) as theirs,
     ):
+        version = theirs.version()
         rounds = measure_servers({OURS: ours, "vllm": theirs}, setup.work, setup.runs, _err.print)
-    return peer_figures.servers(rounds, setup.work.output_tokens)
+    return peer_figures.servers(rounds, setup.work.output_tokens), version
 
 
 def print_engines(figures: dict[str, float], versions: dict[str, str]) -> None:
@@ -262,18 +263,20 @@ def main(
         raise typer.BadParameter(str(error), param_hint="--workload") from error
     figures: dict[str, float] = {}
     versions: dict[str, str] = {}
+    server = ""
     with tempfile.TemporaryDirectory(prefix="rw-peers-") as folder:
         setup = setup_from(options, prompts, Path(folder), runs=runs, quick=quick, eager=not vllm_compile)
         if Part.GENERATE in wanted:
             figures, versions = generate(setup)
         if Part.HTTP in wanted and "vllm" in setup.given:
-            figures |= over_http(setup)
+            http, server = over_http(setup)
+            figures |= http
         if Part.NEIGHBOUR in wanted:
             figures |= beside_neighbour(setup)
     if versions:
         print_engines(figures, versions)
     notes = {
-        "engines": "; ".join(versions.values()) or "-",
+        "engines": "; ".join(filter(None, [*versions.values(), server])),
         "workload": f"{len(setup.work.prompts)} prompts of {setup.work.mean_length} tokens on average, "
         f"{setup.work.new_tokens} new tokens each; alone: {setup.work.single_length} tokens",
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",

