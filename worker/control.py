@@ -20,7 +20,7 @@ _log = structlog.stdlib.get_logger("worker.control")
 
 
 #: See `ControlListener`.
-PING_S = 5.0
+PING_S, LOST_S = 5.0, 10.0
 
 
 class ControlMessage(msgspec.Struct, frozen=True):
@@ -44,8 +44,12 @@ class ControlListener:
         on_cancel: called with a job id.
         on_pause: called with whether the pool is paused now.
         on_subscribed: called after each (re)subscription: what was sent before it is lost.
-        ping_s: seconds of silence after which the server is asked whether it is there; after twice as many the
-            connection counts as lost. Keep-alive of TCP does not see a proxy that holds everything back.
+        ping_s: seconds of silence after which the server is asked whether it is there.
+        lost_s: seconds of silence after which the connection counts as lost. Keep-alive of TCP does not see a proxy
+            that holds everything back.
+
+    Attributes:
+        heard_at: monotonic seconds of the last message or answer; what was sent before the question has arrived too.
     """
 
     def __init__(
@@ -59,8 +63,11 @@ class ControlListener:
         on_pause: Callable[[bool], None],
         on_subscribed: Callable[[], None],
         ping_s: float = PING_S,
+        lost_s: float = LOST_S,
     ) -> None:
-        self._client, self._metrics, self._ping_s = client, metrics, ping_s
+        self._client, self._metrics = client, metrics
+        self._ping_s, self._lost_s = ping_s, lost_s
+        self.heard_at = float("-inf")
         self._wake, self._control = keys.wake(pool).encode(), keys.control(pool).encode()
         self._on_wake, self._on_cancel, self._on_subscribed = on_wake, on_cancel, on_subscribed
         self._on_pause = on_pause
@@ -79,15 +86,15 @@ class ControlListener:
 
     async def _listen(self, pubsub: Any) -> None:
         """Hand messages on until the connection is lost, or silent for too long."""
-        heard, asked = time.monotonic(), False
+        began, asked = time.monotonic(), False
         while True:
             message = await pubsub.get_message(timeout=self._ping_s)
             now = time.monotonic()
             if message is not None:
-                heard, asked = now, False
+                self.heard_at, asked = now, False
                 self._handle(message["type"], message["channel"], message["data"])
-            elif now - heard > 2 * self._ping_s:
-                _log.warning("the subscription is silent, taking another one", seconds=round(now - heard, 1))
+            elif now - max(began, self.heard_at) > self._lost_s:
+                _log.warning("the subscription is silent, taking another one", seconds=self._lost_s)
                 raise redis.ConnectionError("the subscription is silent")
             elif not asked:
                 asked = True

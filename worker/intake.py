@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import structlog
@@ -72,18 +72,23 @@ class Intake:
         self._all_at = 0.0
         self._clearing: int | None = None
         self._paused = False
+        # Nothing waits in a home lane, and nothing was heard of any lane since that was seen.
+        self._empty = False
         self._event = asyncio.Event()
         self._stopping = asyncio.Event()
         self._resuming: set[asyncio.Task[None]] = set()
         self._asyncio = asyncio.get_running_loop()
         self.pulled_at = 0.0
+        #: Whether each wake that was sent up to now has come: where nothing waited before, nothing can wait now.
+        self.hears_all: Callable[[], bool] = lambda: False
 
     # Signals from outside
 
     def owners(self, owners: Sequence[str]) -> None:
         """The workers that live: this one's home lanes follow from them."""
         if self._config.owner in owners:
-            self._homes = frozenset(keys.home_lanes(self._config.owner, owners, self._config.lanes))
+            homes = frozenset(keys.home_lanes(self._config.owner, owners, self._config.lanes))
+            self._empty, self._homes = self._empty and homes == self._homes, homes
 
     def wake(self, lane: int) -> None:
         """A lane has work: a home lane is looked at now, another one when its home has had the time to."""
@@ -136,6 +141,8 @@ class Intake:
                 if everything:
                     self._all_at = now + self._config.all_poll_s
                 home_at = now + self._config.home_poll_s
+                if not everything and self._empty and self.hears_all():
+                    continue
                 lanes = range(self._config.lanes) if everything else sorted(self._homes)
                 await self._poll(lanes, running=everything)
                 continue
@@ -157,6 +164,7 @@ class Intake:
         timer.cancel()
 
     def _heat(self, lanes: Sequence[int]) -> None:
+        self._empty = False
         self._hot.update(lanes)
         self._event.set()
 
@@ -169,12 +177,15 @@ class Intake:
 
     async def _poll(self, lanes: Sequence[int], *, running: bool) -> None:
         """Find lanes with work by their counters, in one round trip. `running`: also those with jobs to take back."""
+        self._empty = True  # unless a wake comes meanwhile
         try:
             loads = await self._read_store.lane_loads(self._config.pool, lanes)
         except REDIS_TROUBLE:
+            self._empty = False
             self._metrics.redis_errors.inc()
             return
         except ForeignDataError:  # of one lane: pulling finds out which
+            self._empty = False
             self._metrics.redis_errors.inc()
             self._hot.update(lanes)
             return
@@ -182,6 +193,9 @@ class Intake:
             lane
             for lane, load in zip(lanes, loads, strict=True)
             if load is not None and (load.queued_jobs > 0 or (running and load.running_jobs > 0))
+        )
+        self._empty = self._empty and not any(
+            load is None or load.queued_jobs > 0 for lane, load in zip(lanes, loads, strict=True) if lane in self._homes
         )
 
     async def _round(self) -> None:

@@ -21,10 +21,10 @@ from shared.connect import connect, connect_pubsub, connect_sync
 from shared.errors import ConflictError, InvalidRequestError, RopewayError
 from shared.jobstore import JobStore, SyncJobStore
 from shared.logs import configure
-from shared.redis_url import mask
+from shared.redis_url import mask, parse
 from shared.settings import WorkerSettings
 from worker.clock import RedisClock
-from worker.control import ControlListener
+from worker.control import PING_S, ControlListener
 from worker.engines import build_engine
 from worker.health import HealthServer
 from worker.holdings import Admission, Holdings
@@ -126,6 +126,9 @@ class Worker:
             raise InvalidRequestError(f"pool: {pool!r} is no name for a pool; set one with --pool", param="pool")
         url = settings.redis_url
         rule = ReclaimRule(settings.lease_s, settings.max_attempts)
+        home_poll_s = settings.home_poll_ms / 1e3
+        # In a cluster messages pass between nodes, and no answer of one of them says that all of those have come.
+        one_node = parse(url).kind != "cluster"
         # Pulls have connections of their own that never hide a failure: what may be reclaimed depends on it.
         puller = connect(
             url,
@@ -197,7 +200,10 @@ class Worker:
                 on_cancel=intake.cancel,
                 on_pause=intake.pause,
                 on_subscribed=intake.poll_all,
+                ping_s=min(PING_S, home_poll_s) if one_node else PING_S,
             )
+            if one_node:
+                intake.hears_all = lambda: time.monotonic() - listener.heard_at < 2 * home_poll_s
             if await self._join(registry):
                 self._loop.attach(publisher, admission, intake.room)
                 publisher.start()

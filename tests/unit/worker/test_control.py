@@ -94,7 +94,8 @@ async def test_a_subscription_that_falls_silent_is_taken_anew(valkey_url: str) -
         far, near = connect_pubsub(proxy.url), connect(valkey_url)
         listener = ControlListener(
             far, "pool", WorkerMetrics("m"),
-            on_wake=wake, on_cancel=lambda _: None, on_pause=lambda _: None, on_subscribed=subscribed.set, ping_s=0.5,
+            on_wake=wake, on_cancel=lambda _: None, on_pause=lambda _: None, on_subscribed=subscribed.set,
+            ping_s=0.2, lost_s=1.0,
         )  # fmt: skip
         task = asyncio.create_task(listener.run())
         async with asyncio.timeout(20):
@@ -105,6 +106,9 @@ async def test_a_subscription_that_falls_silent_is_taken_anew(valkey_url: str) -
             await near.publish(WAKE, b"1")
             await woken.wait()
             assert not subscribed.is_set(), "silence alone is no loss"
+            heard_at = listener.heard_at
+            while listener.heard_at == heard_at:
+                await asyncio.sleep(0.01)
             proxy.hold(requests=True)
             await near.publish(WAKE, b"2")
             await asyncio.sleep(1.5)

@@ -28,6 +28,7 @@ class Lanes:
         self.broken: set[int] = set()
         self.away: set[int] = set()
         self.pulls: list[tuple[int, PullBudget]] = []
+        self.looks: list[list[int]] = []
         self.news = asyncio.Condition()
 
     async def pull(self, pool: str, lane: int, owner: str, budget: PullBudget, lease: Lease) -> Pulled:
@@ -50,6 +51,7 @@ class Lanes:
         return f"node of {lane % 2}"
 
     async def lane_loads(self, pool: str, lanes: list[int]) -> list[LaneLoad | None]:
+        self.looks.append(list(lanes))
         if self.broken:
             raise ForeignDataError("m")
         return [None if lane in self.away else LaneLoad(queued_jobs=self.queued.get(lane, 0)) for lane in lanes]
@@ -80,10 +82,12 @@ class Engine:
 
 
 class Setup:
-    def __init__(self, *, sequences: int = 4, steal_delay_s: float = 0.0, poll_s: float = 600.0) -> None:
+    def __init__(
+        self, *, sequences: int = 4, steal_delay_s: float = 0.0, poll_s: float = 600.0, all_poll_s: float | None = None
+    ) -> None:
         self.lanes, self.holdings, self.admission = Lanes(), Holdings(), Admission(10**6)
         self.engine = Engine(self.admission, sequences)
-        config = IntakeConfig("pool", LANES, "me", poll_s, poll_s, steal_delay_s)
+        config = IntakeConfig("pool", LANES, "me", poll_s, all_poll_s or poll_s, steal_delay_s)
         self.intake = Intake(
             self.lanes, self.lanes, config, ReclaimRule(1.0, 3), self.engine,  # type: ignore[arg-type]
             self.holdings, self.admission, WorkerMetrics("m"),
@@ -148,6 +152,43 @@ async def test_a_lost_wake_is_made_up_for_by_polling() -> None:
         s.lanes.queued = {6: 1}
         await s.lanes.until(lambda: bool(s.lanes.pulls))
         assert s.lanes.pulls[0][0] == 6
+
+
+async def test_home_lanes_are_left_alone_while_no_wake_can_be_lost() -> None:
+    hears = True
+    setup = Setup(poll_s=0.01, all_poll_s=600.0)
+    setup.intake.hears_all = lambda: hears
+    async with setup as s:
+        await asyncio.sleep(0.2)
+        assert len(s.lanes.looks) == 1, "the first look at all of them"
+        s.lanes.queued[3] = 1  # its wake is lost
+        hears = False  # as one interval later: what was asked was not answered
+        await s.lanes.until(lambda: s.lanes.pulls != [])
+        assert s.lanes.pulls[0][0] == 3
+        hears = True
+        looks = len(s.lanes.looks)
+        s.lanes.queued[5] = 2
+        s.lanes.away.add(5)
+        s.intake.wake(5)
+        await s.lanes.until(lambda: any(lane == 5 for lane, _ in s.lanes.pulls))
+        while len(s.lanes.looks) == looks:  # something was heard, so they are looked at until nothing waits
+            await asyncio.sleep(0.01)
+        s.lanes.away.clear()
+        await s.lanes.until(lambda: sum(lane == 5 for lane, _ in s.lanes.pulls) >= 3)
+        assert s.lanes.queued[5] == 0
+
+
+async def test_home_lanes_are_looked_at_while_anything_waits_in_them() -> None:
+    """A job that this worker could not have may be one that it can have by now, and no wake says so."""
+    setup = Setup(poll_s=0.01, all_poll_s=600.0)
+    setup.intake.hears_all = lambda: True
+    async with setup as s:
+        looks = s.lanes.looks
+        s.lanes.queued[4] = 1
+        s.lanes.away.add(4)
+        s.intake.wake(4)
+        while len(looks) < 5:
+            await asyncio.sleep(0.01)
 
 
 async def test_a_lane_whose_node_is_away_keeps_no_other_waiting_and_is_tried_again() -> None:
