@@ -201,8 +201,11 @@ class Harness:
         self._followers: list[asyncio.Task[None]] = []
         self._workers: list[WorkerProcess] = []
 
-    async def worker(self, *, ready: bool = True, fault: str | None = None, **settings: object) -> WorkerProcess:
-        worker = WorkerProcess(self.url, fault=fault, **settings)
+    async def worker(
+        self, *, ready: bool = True, fault: str | None = None, url: str | None = None, **settings: object
+    ) -> WorkerProcess:
+        """Start a worker, on another way to the server where there is a `url`."""
+        worker = WorkerProcess(url or self.url, fault=fault, **settings)
         self._workers.append(worker)
         return await worker.start(ready=ready)
 
