@@ -70,6 +70,8 @@ class PoolLoads:
                     await self.look(pool.card.pool, pool.card.lanes)
                 except RopewayError as error:
                     log.warning("load.unknown", pool=pool.card.pool, error=error.message)
+                except Exception:  # without this task soft limits would hold what was seen last for ever
+                    log.exception("load.failed", pool=pool.card.pool)
 
     async def look(self, pool: str, lanes: int) -> None:
         """One look at one pool. Raises ServiceUnavailableError where Redis is away."""

@@ -42,6 +42,8 @@ class Sweeper:
                 await self.sweep()
             except ServiceUnavailableError as error:
                 log.warning("sweep.redis_away", error=error.message)
+            except Exception:  # without this task nobody ends what is late while no worker lives
+                log.exception("sweep.failed")
 
     async def sweep(self) -> None:
         """One round over all pools.
