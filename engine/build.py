@@ -6,16 +6,21 @@ import hashlib
 import json
 import logging
 import os
+from functools import partial
 
 import torch
 
+from engine.adapters.device import DeviceAdapters
+from engine.adapters.library import AdapterLibrary
+from engine.adapters.targets import targets
+from engine.adapters.weights import load_adapter
 from engine.config import EngineConfig, SchedulerConfig
 from engine.cpu_kernels import use_native
 from engine.engine import Engine
 from engine.loading.checkpoint import Checkpoint
 from engine.loading.resolve import load
 from engine.models.config import ModelConfig
-from engine.models.registry import CausalLM, model_class
+from engine.models.registry import OWN_STEP, CausalLM, model_class
 from engine.request import ModelInfo
 from engine.runner import ModelRunner
 from engine.sampler import Sampler
@@ -50,19 +55,35 @@ def build_engine(config: EngineConfig) -> Engine:
     model = model_class(model_config.architecture)(model_config, checkpoint.tensors, ops, device, dtype, max_model_len)
     _warn_unused(checkpoint)
     num_blocks = _count_blocks(config, model, max_model_len)
-    runner = _runner(model, checkpoint, ops, num_blocks, config.block_size)
+    slots = DeviceAdapters(model_config, config.max_loras, config.max_lora_rank, dtype, device)
+    runner = _runner(model, checkpoint, ops, num_blocks, config.block_size, slots if config.enable_lora else None)
     scheduler = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
         max_model_len=max_model_len,
         long_prefill_token_threshold=_prefill_threshold(config, device),
         enable_prefix_caching=config.enable_prefix_caching,
+        max_loras=config.max_loras,
     )
     info = _info(config, checkpoint, model, max_model_len, num_blocks * config.block_size)
     logger.info(
         "model %s: %s on %s, %d KV blocks of %d tokens", info.name, info.dtype, device, num_blocks, config.block_size
     )
-    return Engine(runner, info, checkpoint.bundle.tokenizer, scheduler)
+    library = _library(config, model) if config.enable_lora else None
+    return Engine(runner, info, checkpoint.bundle.tokenizer, scheduler, library)
+
+
+def _library(config: EngineConfig, model: CausalLM) -> AdapterLibrary:
+    """Reads adapters for a model."""
+    read = partial(
+        load_adapter,
+        targets=targets(model.config),
+        dtype=model.dtype,
+        max_rank=config.max_lora_rank,
+        base=model.own_layers(),
+        base_step=OWN_STEP,
+    )
+    return AdapterLibrary(read, config.max_cpu_loras or config.max_loras)
 
 
 def _prefill_threshold(config: EngineConfig, device: torch.device) -> int:
@@ -149,13 +170,20 @@ def _count_blocks(config: EngineConfig, model: CausalLM, max_model_len: int) -> 
     return int(blocks)
 
 
-def _runner(model: CausalLM, checkpoint: Checkpoint, ops: Ops, num_blocks: int, block_size: int) -> ModelRunner:
+def _runner(
+    model: CausalLM,
+    checkpoint: Checkpoint,
+    ops: Ops,
+    num_blocks: int,
+    block_size: int,
+    adapters: DeviceAdapters | None,
+) -> ModelRunner:
     tokenizer = checkpoint.bundle.tokenizer
 
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
-    return ModelRunner(model, Sampler(ops, encode), ops, num_blocks, block_size)
+    return ModelRunner(model, Sampler(ops, encode), ops, num_blocks, block_size, adapters)
 
 
 def _info(

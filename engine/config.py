@@ -82,6 +82,10 @@ class EngineConfig:
             more than `max_num_seqs` sequences of `max_model_len` tokens could fill.
         enable_prefix_caching: reuse the blocks of equal prefixes.
         deterministic: results do not depend, bit for bit, on batch, chunking, prefix hits and preemption.
+        enable_lora: serve adapters.
+        max_loras: most adapters in one batch, each in a slot on the device.
+        max_lora_rank: largest rank of an adapter.
+        max_cpu_loras: adapters kept in memory; None: as many as `max_loras`.
         cpu_kernels: `native`: C++ kernels, built on first use; `torch`: torch's own; `auto`: native where they can be
             used, and torch in deterministic mode.
         threads: of torch and of the native kernels; None leaves torch's setting.
@@ -104,6 +108,10 @@ class EngineConfig:
     kv_cache_memory_mb: int | None = None
     enable_prefix_caching: bool = True
     deterministic: bool = False
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
     cpu_kernels: CpuKernels = "auto"
     threads: int | None = None
     cache_dir: Path | None = None
@@ -115,6 +123,11 @@ class EngineConfig:
             raise ValueError(f"block_size must be at least 1, not {self.block_size}")
         if self.cpu_kernels not in get_args(CpuKernels):
             raise ValueError(f"cpu_kernels must be one of {', '.join(get_args(CpuKernels))}, not {self.cpu_kernels!r}")
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ValueError(f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras})")
+        for name in ("max_loras", "max_lora_rank"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("max_model_len", "num_blocks", "kv_cache_memory_mb", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:

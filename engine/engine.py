@@ -74,8 +74,8 @@ class Engine:
         library: AdapterLibrary | None = None,
     ) -> None:
         """Serve a model; with a `library` also its adapters, whose loading goes on beside the steps."""
+        self.library = library
         self._runner = runner
-        self._library = library
         self._info = info
         self._config = config
         self._detokenizer = Detokenizer(tokenizer)
@@ -98,7 +98,7 @@ class Engine:
         """
         if request.id in self._live:
             raise InvalidRequestError(f"request {request.id} is already live")
-        check_adapter(request, self._library)
+        check_adapter(request, self.library)
         context = min(self._config.max_model_len, self._info.max_model_len)
         kv_tokens = self._pool.num_blocks * self._pool.block_size
         prompt = checked_prompt(request, self._runner.vocab_size, min(context, kv_tokens))
@@ -115,8 +115,8 @@ class Engine:
             self._open(live, sequence, resumed.get(index))
         # Only now, so that a refused request leaves no trace.
         self._live[request.id] = live
-        if self._library is not None and request.adapter is not None:
-            self._library.want(request.adapter)
+        if self.library is not None and request.adapter is not None:
+            self.library.want(request.adapter)
         sequences = list(live.writers)
         if request.params.prompt_logprobs is not None and sequences:
             sequences[0].scores, sequences[0].scored = True, scored
@@ -242,12 +242,12 @@ class Engine:
 
     def _schedule(self, outputs: dict[str, StepOutput]) -> StepPlan:
         """The next pass. Where all wait for adapters that are being read, wait with them for a little while."""
-        if self._library is None:
+        if self.library is None:
             return self._scheduler.schedule()
-        self._fail_all(self._library.poll(), outputs)
+        self._fail_all(self.library.poll(), outputs)
         plan = self._scheduler.schedule()
-        if not plan.spans and not outputs and self._library.pending:
-            self._fail_all(self._library.poll(_ADAPTER_WAIT_S), outputs)
+        if not plan.spans and not outputs and self.library.pending:
+            self._fail_all(self.library.poll(_ADAPTER_WAIT_S), outputs)
             plan = self._scheduler.schedule()
         return plan
 
@@ -259,11 +259,11 @@ class Engine:
 
     def _fill(self, plan: StepPlan, outputs: dict[str, StepOutput]) -> StepPlan:
         """Bring adapters to their slots; the pass without those where that failed."""
-        assert self._library is not None
+        assert self.library is not None
         assert self._scheduler.slots is not None
         for slot, identity in plan.fills:
             try:
-                self._runner.fill_slot(slot, self._library.get(identity))
+                self._runner.fill_slot(slot, self.library.get(identity))
             except Exception:  # whatever is wrong with one adapter must not end the requests of others
                 logger.exception("adapter %s cannot be brought to slot %d", identity, slot)
                 self._fail_all({identity: EngineError(_INTERNAL)}, outputs)
@@ -398,8 +398,8 @@ class Engine:
     def _finish(self, live: _Live, output: StepOutput) -> StepOutput:
         """The request is over. Its last output says all that there is to say."""
         del self._live[live.id]
-        if self._library is not None and live.adapter is not None:
-            self._library.let_go(live.adapter)
+        if self.library is not None and live.adapter is not None:
+            self.library.let_go(live.adapter)
         if live in self._complete:
             self._complete.remove(live)
         output.finished = True

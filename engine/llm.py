@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
+from engine.adapters.request import Adapted, LoRARequest, NamedAdapters
 from engine.build import build_engine
 from engine.chat import render_chat
 from engine.config import CpuKernels, Device, DType, EngineConfig
@@ -43,6 +44,10 @@ class LLM:
         long_prefill_token_threshold: int | None = None,
         deterministic: bool = False,
         cpu_kernels: CpuKernels = "auto",
+        enable_lora: bool = False,
+        max_loras: int = 1,
+        max_lora_rank: int = 16,
+        max_cpu_loras: int | None = None,
         seed: int | None = None,
         enable_prefix_caching: bool = True,
         block_size: int = 16,
@@ -70,6 +75,10 @@ class LLM:
                 long_prefill_token_threshold=long_prefill_token_threshold,
                 deterministic=deterministic,
                 cpu_kernels=cpu_kernels,
+                enable_lora=enable_lora,
+                max_loras=max_loras,
+                max_lora_rank=max_lora_rank,
+                max_cpu_loras=max_cpu_loras,
                 block_size=block_size,
                 num_blocks=num_blocks,
                 kv_cache_memory_mb=kv_cache_memory_mb,
@@ -78,6 +87,7 @@ class LLM:
                 cache_dir=cache_dir,
             )
         )
+        self._adapters = NamedAdapters(self._engine.library)
         self._info = self._engine.info()
         self._tokenizer = Tokenizer.from_str(self._info.tokenizer_json)
         self._ids = count()
@@ -94,12 +104,25 @@ class LLM:
             defaults["top_k"] = int(defaults["top_k"])
         return SamplingParams(**defaults)
 
+    def set_adapters(self, adapters: Sequence[LoRARequest]) -> None:
+        """Register adapters, these and no others, so that `lora_request` can name them. Nothing is loaded yet.
+
+        Raises:
+            InvalidRequestError: one cannot be read, or adapters are not enabled; nothing has changed then.
+        """
+        self._adapters.set(adapters)
+
+    def list_adapters(self) -> list[str]:
+        """Names that `lora_request` can take, sorted."""
+        return self._adapters.names
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: Adapted | Sequence[Adapted] = None,
     ) -> list[RequestOutput]:
         """Complete prompts, all in one moving batch.
 
@@ -107,15 +130,17 @@ class LLM:
             prompts: one or several; see `Prompt`.
             sampling_params: for all, or one per prompt; None: the model's own.
             use_tqdm: show progress on standard error.
+            lora_request: the adapter for all, or one per prompt: a `LoRARequest`, a registered name, or None.
 
         Returns:
             One output per prompt, in order. A request that fails while it runs has `error` set.
 
         Raises:
             InvalidRequestError: a prompt or its parameters can never be served; nothing was generated then.
+            ModelNotFoundError: no adapter has this name.
         """
         items: list[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        return self._run([self._parse(item) for item in items], sampling_params, use_tqdm)
+        return self._run([self._parse(item) for item in items], sampling_params, use_tqdm, lora_request)
 
     def chat(
         self,
@@ -124,8 +149,9 @@ class LLM:
         *,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        lora_request: Adapted | Sequence[Adapted] = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, rendered by the model's chat template.
+        """Answer one conversation or several, rendered by the model's chat template; `lora_request` as in `generate`.
 
         Raises:
             InvalidRequestError: as `generate`; also if the model has no template, or it refuses the messages.
@@ -144,7 +170,7 @@ class LLM:
             )
             # The template has written the special tokens itself.
             prompts.append((text, self._tokenizer.encode(text, add_special_tokens=False).ids))
-        return self._run(prompts, sampling_params, use_tqdm)
+        return self._run(prompts, sampling_params, use_tqdm, lora_request)
 
     def _parse(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
@@ -162,6 +188,7 @@ class LLM:
         prompts: list[tuple[str | None, list[int]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
+        lora_request: Adapted | Sequence[Adapted],
     ) -> list[RequestOutput]:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
@@ -170,10 +197,15 @@ class LLM:
             raise InvalidRequestError(
                 f"sampling_params: {len(params)} for {len(prompts)} prompts", param="sampling_params"
             )
+        one = lora_request is None or isinstance(lora_request, str | LoRARequest)
+        adapted: Sequence[Adapted] = [lora_request] * len(prompts) if one else lora_request  # type: ignore[list-item,assignment]
+        if len(adapted) != len(prompts):
+            raise InvalidRequestError(f"lora_request: {len(adapted)} for {len(prompts)} prompts", param="lora_request")
+        identities = [self._adapters.resolve(each) for each in adapted]
         outputs: dict[str, RequestOutput] = {}
         try:
-            for (text, ids), each in zip(prompts, params, strict=True):
-                output = self._add(text, ids, each)
+            for (text, ids), each, identity in zip(prompts, params, identities, strict=True):
+                output = self._add(text, ids, each, identity)
                 outputs[output.request_id] = output
             # The name is vLLM's; the bar is rich's.
             with Progress(console=Console(stderr=True), disable=not use_tqdm, transient=True) as progress:
@@ -189,10 +221,10 @@ class LLM:
             raise
         return list(outputs.values())
 
-    def _add(self, text: str | None, ids: list[int], params: SamplingParams) -> RequestOutput:
+    def _add(self, text: str | None, ids: list[int], params: SamplingParams, adapter: str | None) -> RequestOutput:
         if params.seed is None and self._seeds is not None:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
-        request = EngineRequest(str(next(self._ids)), ids, params)
+        request = EngineRequest(str(next(self._ids)), ids, params, adapter=adapter)
         # As the engine cuts it, so that the output shows what the model sees.
         room = min(self._info.max_model_len, self._info.kv_tokens)
         request.prompt_token_ids = checked_prompt(request, self._info.vocab_size, room)

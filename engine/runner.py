@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
+import numpy as np
 import torch
 
+from engine.adapters.device import DeviceAdapters
 from engine.adapters.weights import Adapter
 from engine.batch import Batch, CacheLayout, build_batch
 from engine.logprobs import score
@@ -14,7 +16,10 @@ from engine.models.registry import CausalLM
 from engine.plan import Sampled, Span, StepPlan
 from engine.request import LogprobEntry
 from engine.sampler import Sampler
+from kernels.blocked import BlockedLogits
+from kernels.lora import Ints, LoraPass
 from kernels.ops import Ops, is_native
+from shared.errors import EngineError
 
 #: Rows of logits that are scored at once: enough for the matrix product, and a bound on memory whatever the prompt.
 SCORED_ROWS = 64
@@ -29,7 +34,15 @@ class ModelRunner:
         vocab_size: logits per row.
     """
 
-    def __init__(self, model: CausalLM, sampler: Sampler, ops: Ops, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        sampler: Sampler,
+        ops: Ops,
+        num_blocks: int,
+        block_size: int,
+        adapters: DeviceAdapters | None = None,
+    ) -> None:
         """Allocate the KV cache, [layers, num_blocks + 1, block_size, 2, kv_heads, head_dim]; the last block pads."""
         config = model.config
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, config.vocab_size
@@ -44,11 +57,18 @@ class ModelRunner:
             block_size, num_blocks, config.num_key_value_heads, model.dtype, model.device, grouped=not is_native(ops)
         )
         self._forward = ops.capture(model.forward, self._cache)
+        self._adapters = adapters
         self._tainted: set[int] = set()
 
     def fill_slot(self, slot: int, adapter: Adapter) -> None:
-        """See `engine.plan.Runner.fill_slot`. No engine over a model is built with a library of adapters yet."""
-        raise NotImplementedError("adapters are not computed")
+        """See `engine.plan.Runner.fill_slot`.
+
+        Raises:
+            EngineError: the runner was made without slots.
+        """
+        if self._adapters is None:
+            raise EngineError("this model has no adapter slots")
+        self._adapters.fill(slot, adapter)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[Sampled | None]:
@@ -61,33 +81,70 @@ class ModelRunner:
         if self._tainted:
             self._clean(plan.spans)
         batch = build_batch(plan.spans, self._layout)
-        hidden = self._forward(batch.tokens, batch.positions, batch.attention)
+        slots = self._slots(plan.spans, batch)
+        hidden = self._forward(batch.tokens, batch.positions, batch.attention, self._lora(slots))
         answers: list[Sampled | None] = [None] * len(plan.spans)
-        self._sample(plan.spans, batch, hidden, answers)
-        self._score(plan.spans, batch, hidden, answers)
+        self._sample(plan.spans, batch, hidden, slots, answers)
+        self._score(plan.spans, batch, hidden, slots, answers)
         for span, answer in zip(plan.spans, answers, strict=True):
             if answer is not None and answer.error is not None:
                 self._tainted.update(span.sequence.block_table)
         return answers
 
-    def _sample(self, spans: list[Span], batch: Batch, hidden: torch.Tensor, answers: list[Sampled | None]) -> None:
+    def _slots(self, spans: list[Span], batch: Batch) -> Ints | None:
+        """Adapter slot of each row; None where all are of the base model."""
+        if self._adapters is None or all(span.sequence.adapter_slot < 0 for span in spans):
+            return None
+        ordered = [spans[index] for index in batch.order]
+        return np.repeat([span.sequence.adapter_slot for span in ordered], [span.count for span in ordered])
+
+    def _lora(self, slots: Ints | None) -> LoraPass | None:
+        """What a pass over rows with these slots needs of adapters."""
+        if self._adapters is None or slots is None:
+            return None
+        batch = self._adapters.batch(slots)
+        return None if batch is None else self._adapters.forward(batch)
+
+    def _logits(self, hidden: torch.Tensor, slots: Ints | None, rows: torch.Tensor | None) -> BlockedLogits:
+        """Of some rows, or of all."""
+        if self._adapters is None or not self._adapters.changes("lm_head"):
+            slots = None
+        if rows is None:
+            return self._model.logits(hidden, self._lora(slots))
+        chosen = None if slots is None else slots[rows.cpu().numpy()]
+        return self._model.logits(hidden.index_select(0, rows), self._lora(chosen))
+
+    def _sample(
+        self,
+        spans: list[Span],
+        batch: Batch,
+        hidden: torch.Tensor,
+        slots: Ints | None,
+        answers: list[Sampled | None],
+    ) -> None:
         """The next token of each span that samples."""
         sampled = [index for index, span in enumerate(spans) if span.sample]
         if not sampled:
             return
-        if batch.sample_rows is not None:
-            hidden = hidden.index_select(0, batch.sample_rows)
-        results = self._sampler.sample(self._model.logits(hidden), [spans[index].sequence for index in sampled])
+        logits = self._logits(hidden, slots, batch.sample_rows)
+        results = self._sampler.sample(logits, [spans[index].sequence for index in sampled])
         for index, result in zip(sampled, results, strict=True):
             answers[index] = result
 
-    def _score(self, spans: list[Span], batch: Batch, hidden: torch.Tensor, answers: list[Sampled | None]) -> None:
+    def _score(
+        self,
+        spans: list[Span],
+        batch: Batch,
+        hidden: torch.Tensor,
+        slots: Ints | None,
+        answers: list[Sampled | None],
+    ) -> None:
         """Log probabilities of the prompts' tokens, some rows at a time. A span keeps its first error."""
         rows = _scored(spans, batch.order)
         while part := list(islice(rows, SCORED_ROWS)):
             index = torch.tensor([row for row, _, _ in part], device=hidden.device)
             counts = [spans[span].sequence.params.prompt_logprobs or 0 for _, span, _ in part]
-            logits = self._model.logits(hidden.index_select(0, index))
+            logits = self._logits(hidden, slots, index)
             results = score(self._ops, logits, [token for _, _, token in part], counts)
             for (_, span, _), result in zip(part, results, strict=True):
                 answer = answers[span]

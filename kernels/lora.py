@@ -1,12 +1,15 @@
-"""What the LoRA operation needs: adapters of one layer in slots, and which rows of a batch use which slot."""
+"""What the LoRA operation needs: adapters of each layer in slots, and which rows of a batch use which slot."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
+
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -14,14 +17,16 @@ class LoraLayer:
     """Slots of one linear layer, which may be several modules fused, its parts.
 
     Attributes:
-        a: [slots, parts, rank, inputs]; rows above an adapter's own rank, and parts that it lacks, are zeros.
-        b: [slots, rank, outputs], scaled; zeros likewise.
-        widths: outputs of each part; together they are all outputs.
+        a: [slots, parts, max_rank, inputs]; rows above an adapter's own rank, and parts that it lacks, are zeros.
+        b: [slots, max_rank, outputs], scaled; zeros likewise.
+        ranks: [slots] on the host, of the adapter in each slot in this layer; 0 where it leaves the layer as it is.
+        widths: [parts] on the host, outputs of each part; together they are all outputs.
     """
 
     a: torch.Tensor
     b: torch.Tensor
-    widths: tuple[int, ...]
+    ranks: Ints
+    widths: Ints
 
 
 @dataclass(slots=True)
@@ -29,31 +34,45 @@ class LoraBatch:
     """Rows of a batch by slot. A batch without any row of an adapter has none of this.
 
     Attributes:
-        slots: [tokens] int32, slot of each row, -1 for the base model.
-        active: [groups] int64, the slots that occur.
-        rank: largest rank among them.
+        slots: [tokens] on the host, slot of each row, -1 for the base model.
+        active: [groups] on the host, the slots that occur.
         gather: [groups * size] int64, rows of each group one after the other, padded with any row.
         valid: [rows] int64, positions in `gather` that are not padding.
         rows: [rows] int64, the row at each of `valid`.
+        plan: what a backend works out in the first layer for all layers.
     """
 
-    slots: torch.Tensor
-    active: torch.Tensor
-    rank: int
+    slots: Ints
+    active: Ints
     gather: torch.Tensor
     valid: torch.Tensor
     rows: torch.Tensor
+    plan: object = None
 
 
-def lora_batch(slots: Sequence[int], ranks: Sequence[int], device: torch.device) -> LoraBatch | None:
+@dataclass(slots=True)
+class LoraPass:
+    """What a forward pass needs of adapters.
+
+    Attributes:
+        layers: by place in the model; a layer that no adapter has changed so far is absent.
+        version: rises when `layers` gets more of them.
+        batch: rows of the pass; None while a pass is recorded.
+    """
+
+    layers: Mapping[Hashable, LoraLayer]
+    version: int = 0
+    batch: LoraBatch | None = field(default=None)
+
+
+def lora_batch(slots: Sequence[int] | Ints, device: torch.device) -> LoraBatch | None:
     """The batch whose rows use these slots; None where all are -1.
 
     Args:
         slots: of each row.
-        ranks: of the adapter in each slot.
         device: of the model.
     """
-    of_rows = np.asarray(slots, dtype=np.int32)
+    of_rows = np.asarray(slots, dtype=np.int64)
     rows = np.flatnonzero(of_rows >= 0)
     if not len(rows):
         return None
@@ -66,9 +85,8 @@ def lora_batch(slots: Sequence[int], ranks: Sequence[int], device: torch.device)
     gather = np.full(len(active) * size, rows[0])
     gather[valid] = rows
     return LoraBatch(
-        slots=torch.from_numpy(of_rows).to(device),
-        active=torch.from_numpy(active.astype(np.int64)).to(device),
-        rank=max(ranks[slot] for slot in active),
+        slots=of_rows,
+        active=active,
         gather=torch.from_numpy(gather).to(device),
         valid=torch.from_numpy(valid).to(device),
         rows=torch.from_numpy(rows).to(device),

@@ -24,7 +24,6 @@ _table: dict[tuple[str, str], Callable[..., Any]] = {}
 class Ops:
     """One implementation of each operation. Contracts are in `kernels/reference/<operation>.py`."""
 
-    add_lora: Callable[..., Any]
     apply_penalties: Callable[..., Any]
     argmax: Callable[..., Any]
     capture: Callable[..., Any]
@@ -32,10 +31,12 @@ class Ops:
     count_above: Callable[..., Any]
     draw: Callable[..., Any]
     embed: Callable[..., Any]
+    embed_delta: Callable[..., Any]
     gated_linear: Callable[..., Any]
     largest: Callable[..., Any]
     linear: Callable[..., Any]
     log_sum_exp: Callable[..., Any]
+    lora_delta: Callable[..., Any]
     paged_attention: Callable[..., Any]
     rms_norm: Callable[..., Any]
     rotary: Callable[..., Any]

@@ -1,7 +1,7 @@
 """Ropeway: message-queue-driven inference for language models.
 
-`LLM` and `SamplingParams` are imported on first use: `import ropeway` and `ropeway.client` need neither torch nor any
-other room.
+`LLM`, `LoRARequest` and `SamplingParams` are imported on first use: `import ropeway` and `ropeway.client` need neither
+torch nor any other room.
 """
 
 from __future__ import annotations
@@ -11,13 +11,18 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from engine.adapters.request import LoRARequest
     from engine.llm import LLM
     from shared.sampling import SamplingParams
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "LoRARequest", "SamplingParams", "__version__"]
 
 #: Where each public name lives, and the extra that brings what it needs.
-_LAZY = {"LLM": ("engine.llm", "worker"), "SamplingParams": ("shared.sampling", "worker")}
+_LAZY = {
+    "LLM": ("engine.llm", "worker"),
+    "LoRARequest": ("engine.adapters.request", "worker"),
+    "SamplingParams": ("shared.sampling", "worker"),
+}
 
 try:
     __version__ = version("ropeway")

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from engine.adapters.targets import Site
 from engine.models.config import ModelConfig
-from engine.models.registry import CausalLM, register_model
+from engine.models.registry import OWN_STEP, CausalLM, register_model
 from engine.models.rope import rope_tables
 from kernels.attention import AttentionBatch
 from kernels.blocked import BlockedLogits
+from kernels.lora import LoraPass
 from kernels.ops import Ops
-
-Linear = Callable[[torch.Tensor], torch.Tensor]
+from kernels.reference.linear import Linear
 
 
 @dataclass(slots=True)
@@ -66,7 +66,8 @@ class LlamaModel(CausalLM):
         self._layers = [self._load_layer(weights, index) for index in range(config.num_hidden_layers)]
         self._norm = weights.take_vector("model.norm", config.hidden_size)
         tied = config.tie_word_embeddings or not weights.has("lm_head")
-        self._head = ops.unembed(embedding if tied else weights.take("lm_head", *embedding.shape))
+        head = embedding if tied else weights.take("lm_head", *embedding.shape)
+        self._head, self._head_sample = ops.unembed(head), head[::OWN_STEP].clone()
 
     def _load_layer(self, weights: _Weights, index: int) -> _Layer:
         config, ops, name = self.config, self._ops, f"model.layers.{index}"
@@ -87,7 +88,12 @@ class LlamaModel(CausalLM):
         )
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor, batch: AttentionBatch
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        cache: torch.Tensor,
+        batch: AttentionBatch,
+        lora: LoraPass | None = None,
     ) -> torch.Tensor:
         config, ops, eps = self.config, self._ops, self.config.rms_norm_eps
         count, dim, heads, rotated, scale = len(tokens), config.head_dim, self._heads, self._rotated, self._scale
@@ -95,25 +101,37 @@ class LlamaModel(CausalLM):
         cos = ops.embed(self._cos, positions).unsqueeze(1)
         sin = ops.embed(self._sin, positions).unsqueeze(1)
         residual = ops.embed(self._embedding, tokens)
+        if lora is not None and (adapters := lora.layers.get(("embedding", None))) is not None:
+            residual.add_(ops.embed_delta(tokens, adapters, lora.batch))
         update: torch.Tensor | None = None
-        for layer, layer_cache in zip(self._layers, cache.unbind(0), strict=True):
+        for index, (layer, layer_cache) in enumerate(zip(self._layers, cache.unbind(0), strict=True)):
             if update is None:
                 x = ops.rms_norm(residual, layer.input_norm, eps)
             else:
                 x = ops.rms_norm(update, layer.input_norm, eps, residual)
-            qkv = layer.qkv(x)
+            qkv = layer.qkv(x, self._delta(x, lora, "qkv", index))
             by_head = qkv.view(count, -1, dim)
             ops.rotary(by_head.narrow(1, 0, rotated), cos, sin)
             ops.write_kv(qkv.narrow(1, width, qkv.shape[1] - width), layer_cache, batch.slot_mapping)
             attended = ops.paged_attention(by_head.narrow(1, 0, heads), layer_cache, batch, scale)
-            x = ops.rms_norm(layer.attention_out(attended), layer.mlp_norm, eps, residual)
-            update = layer.down(layer.gated(x))
+            attended = layer.attention_out(attended, self._delta(attended, lora, "attention_out", index))
+            x = ops.rms_norm(attended, layer.mlp_norm, eps, residual)
+            x = layer.gated(x, self._delta(x, lora, "gated", index))
+            update = layer.down(x, self._delta(x, lora, "down", index))
         if update is None:
             return ops.rms_norm(residual, self._norm, eps)
         return ops.rms_norm(update, self._norm, eps, residual)
 
-    def logits(self, hidden: torch.Tensor) -> BlockedLogits:
-        return self._head(hidden)
+    def _delta(self, x: torch.Tensor, lora: LoraPass | None, site: Site, index: int | None) -> torch.Tensor | None:
+        """What adapters add to the layer's output; None where none has changed it so far."""
+        adapters = None if lora is None else lora.layers.get((site, index))
+        return None if lora is None or adapters is None else self._ops.lora_delta(x, adapters, lora.batch)
+
+    def logits(self, hidden: torch.Tensor, lora: LoraPass | None = None) -> BlockedLogits:
+        return self._head(hidden, self._delta(hidden, lora, "lm_head", None))
+
+    def own_layers(self) -> dict[str, torch.Tensor]:
+        return {"model.embed_tokens": self._embedding[::OWN_STEP], "lm_head": self._head_sample}
 
 
 class _Weights:

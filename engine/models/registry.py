@@ -12,7 +12,11 @@ import torch
 from engine.models.config import ModelConfig
 from kernels.attention import AttentionBatch
 from kernels.blocked import BlockedLogits
+from kernels.lora import LoraPass
 from kernels.ops import Ops
+
+#: See `CausalLM.own_layers`.
+OWN_STEP = 61
 
 _MODULES = ("engine.models.llama",)
 _classes: dict[str, type[CausalLM]] = {}
@@ -44,7 +48,12 @@ class CausalLM(ABC):
 
     @abstractmethod
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor, batch: AttentionBatch
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        cache: torch.Tensor,
+        batch: AttentionBatch,
+        lora: LoraPass | None = None,
     ) -> torch.Tensor:
         """Final hidden states of a mixed batch, whose keys and values are written on the way.
 
@@ -53,14 +62,22 @@ class CausalLM(ABC):
             positions: [tokens] int64.
             cache: [layers, blocks, block_size, 2, kv_heads, head_dim].
             batch: of the same tokens.
+            lora: adapters of the tokens; None where none has one. Places are those of `engine.adapters.device`.
 
         Returns:
             [tokens, hidden], normalised.
         """
 
     @abstractmethod
-    def logits(self, hidden: torch.Tensor) -> BlockedLogits:
-        """[rows, hidden] -> [rows, vocab]."""
+    def logits(self, hidden: torch.Tensor, lora: LoraPass | None = None) -> BlockedLogits:
+        """[rows, hidden] -> [rows, vocab]; `lora` is of these rows."""
+
+    @abstractmethod
+    def own_layers(self) -> dict[str, torch.Tensor]:
+        """Embedding and output matrix by Hugging Face name: [vocab, hidden] each, or a sample of their rows.
+
+        A sample has every `OWN_STEP`th row.
+        """
 
 
 Model = TypeVar("Model", bound=type[CausalLM])

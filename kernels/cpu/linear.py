@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
 from kernels.ops import register
 from kernels.reference.linear import Linear
@@ -27,8 +28,9 @@ def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     run = torch.ops.mkldnn._linear_pointwise.default
 
-    def apply(x: torch.Tensor) -> torch.Tensor:
-        return run(x, packed, bias, "none", [], "")
+    def apply(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+        y = run(x, packed, bias, "none", [], "")
+        return y if delta is None else y.add_(delta)
 
     return apply
 
@@ -45,7 +47,11 @@ def gated_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Line
     run = torch.ops.mkldnn._linear_pointwise.default
     run_binary = torch.ops.mkldnn._linear_pointwise.binary
 
-    def apply(x: torch.Tensor) -> torch.Tensor:
+    def apply(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+        if delta is not None:
+            halves = delta.chunk(2, -1)
+            left = run(x, gate, gate_bias, "none", [], "").add_(halves[0])
+            return F.silu(left).mul_(run(x, up, up_bias, "none", [], "").add_(halves[1]))
         return run_binary(x, run(x, gate, gate_bias, "swish", [], ""), up, up_bias, "mul")
 
     return apply

@@ -52,8 +52,8 @@ def gated_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Line
 def _gated_in_two(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     project = ops_for(weight.device.type).linear(weight, bias)
 
-    def apply(x: torch.Tensor) -> torch.Tensor:
-        return silu_and_mul(project(x))
+    def apply(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+        return silu_and_mul(project(x, delta))
 
     return apply
 
@@ -61,7 +61,9 @@ def _gated_in_two(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 def _tiled(make: Make, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     tiled = Tiled(_as_run(make(weight, bias)), _sizes(make, *_key(weight, bias)))
 
-    def apply(x: torch.Tensor) -> torch.Tensor:
+    def apply(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+        if delta is not None:
+            raise NotImplementedError("adapters have no invariant kernels")
         return tiled(x)[0]
 
     return apply

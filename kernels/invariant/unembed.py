@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from kernels.blocked import BlockedLogits
 from kernels.invariant.linear import linear
 from kernels.ops import register
+from kernels.reference.unembed import Unembed
 
 
 @register("unembed", "invariant")
-def unembed(weight: torch.Tensor) -> Callable[[torch.Tensor], BlockedLogits]:
+def unembed(weight: torch.Tensor) -> Unembed:
     """Contract of the reference."""
     project = linear(weight)
 
-    def apply(hidden: torch.Tensor) -> BlockedLogits:
-        return BlockedLogits.of(project(hidden))
+    def apply(hidden: torch.Tensor, delta: torch.Tensor | None = None) -> BlockedLogits:
+        return BlockedLogits.of(project(hidden, delta))
 
     return apply

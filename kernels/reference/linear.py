@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -10,34 +10,42 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from kernels.ops import register
 from kernels.reference.silu_and_mul import silu_and_mul
 
-Linear = Callable[[torch.Tensor], torch.Tensor]
+
+class Linear(Protocol):
+    """A prepared layer."""
+
+    def __call__(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+        """[tokens, in] -> [tokens, out]; `delta`, [tokens, columns] float32, is added to the matrix product."""
 
 
 @register("linear", "reference")
 def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """A function `x -> x @ weight.T + bias`.
+    """A function `x, delta -> x @ weight.T + bias + delta`.
 
     Args:
         weight: [out, in]; not to be changed afterwards.
         bias: [out] or None.
     """
 
-    def apply(x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, weight, bias)
+    def apply(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+        y = F.linear(x, weight, bias)
+        return y if delta is None else y.add_(delta)
 
     return apply
 
 
 @register("gated_linear", "reference")
 def gated_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """A function `x -> silu(x @ gate.T) * (x @ up.T)`.
+    """A function `x, delta -> silu(x @ gate.T + delta) * (x @ up.T + delta)`, each with its own half of `delta`.
 
     Args:
         weight: [2 * intermediate, in], gate then up.
         bias: [2 * intermediate] or None.
     """
 
-    def apply(x: torch.Tensor) -> torch.Tensor:
-        return silu_and_mul(F.linear(x, weight, bias))
+    project = linear(weight, bias)
+
+    def apply(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+        return silu_and_mul(project(x, delta))
 
     return apply

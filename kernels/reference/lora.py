@@ -8,21 +8,43 @@ from kernels.lora import LoraBatch, LoraLayer
 from kernels.ops import register
 
 
-@register("add_lora", "reference")
-def add_lora(y: torch.Tensor, x: torch.Tensor, layer: LoraLayer, batch: LoraBatch) -> None:
-    """Add `x @ a.T @ b` of each row's slot to its row of `y`, in place; rows of the base model stay as they are.
+@register("lora_delta", "reference")
+def lora_delta(x: torch.Tensor, layer: LoraLayer, batch: LoraBatch) -> torch.Tensor:
+    """What each row's adapter adds to its output: `x @ a.T @ b` of its slot, and exactly zero for the base model.
 
     Args:
-        y: [tokens, outputs], output of the layer.
-        x: [tokens, inputs], its input.
+        x: [tokens, inputs], input of the layer.
         layer: the adapters in their slots.
         batch: slots of the rows.
+
+    Returns:
+        [tokens, outputs] float32.
     """
+    delta = x.new_zeros((len(x), layer.b.shape[2]), dtype=torch.float32)
     for slot in batch.active.tolist():
-        rows = torch.nonzero(batch.slots == slot).squeeze(1)
+        rows = torch.nonzero(torch.from_numpy(batch.slots == slot).to(x.device)).squeeze(1)
         first = 0
-        for part, width in enumerate(layer.widths):
+        for part, width in enumerate(layer.widths.tolist()):
             low = x[rows].float() @ layer.a[slot, part].float().T
-            delta = low @ layer.b[slot, :, first : first + width].float()
-            y[rows, first : first + width] = (y[rows, first : first + width].float() + delta).to(y.dtype)
+            delta[rows, first : first + width] = low @ layer.b[slot, :, first : first + width].float()
             first += width
+    return delta
+
+
+@register("embed_delta", "reference")
+def embed_delta(ids: torch.Tensor, layer: LoraLayer, batch: LoraBatch) -> torch.Tensor:
+    """What each row's adapter adds to the embedding of its token: `a[token] @ b` of its slot.
+
+    Args:
+        ids: [tokens] int64.
+        layer: with `a` of [slots, 1, vocab, max_rank], a row for each token.
+        batch: slots of the rows.
+
+    Returns:
+        [tokens, hidden] float32.
+    """
+    delta = torch.zeros((len(ids), layer.b.shape[2]), device=ids.device)
+    for slot in batch.active.tolist():
+        rows = torch.nonzero(torch.from_numpy(batch.slots == slot).to(ids.device)).squeeze(1)
+        delta[rows] = layer.a[slot, 0, ids[rows]].float() @ layer.b[slot].float()
+    return delta

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
 from kernels.blocked import BlockedLogits
 from kernels.ops import register
+from kernels.reference.linear import linear
+
+
+class Unembed(Protocol):
+    """A prepared output matrix."""
+
+    def __call__(self, hidden: torch.Tensor, delta: torch.Tensor | None = None) -> BlockedLogits:
+        """[rows, hidden] -> logits of [rows, vocab]."""
 
 
 @register("unembed", "reference")
-def unembed(weight: torch.Tensor) -> Callable[[torch.Tensor], BlockedLogits]:
-    """A function `x -> x @ weight.T` for [rows, hidden].
+def unembed(weight: torch.Tensor) -> Unembed:
+    """A function `x, delta -> x @ weight.T + delta` for [rows, hidden]; `delta` is [rows, vocab] float32 or None.
 
     Args:
         weight: [vocab, hidden]; not to be changed afterwards.
     """
 
-    def apply(hidden: torch.Tensor) -> BlockedLogits:
-        return BlockedLogits.of(F.linear(hidden, weight))
+    project = linear(weight)
+
+    def apply(hidden: torch.Tensor, delta: torch.Tensor | None = None) -> BlockedLogits:
+        return BlockedLogits.of(project(hidden, delta))
 
     return apply

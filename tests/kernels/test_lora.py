@@ -2,44 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from kernels.cpu.lora import add_lora as cpu_add_lora
+from kernels.cpu.native.lora import Tiles
 from kernels.lora import LoraBatch, LoraLayer, lora_batch
-from kernels.reference.lora import add_lora as reference_add_lora
+from kernels.ops import NATIVE, implementation
 
-ALL = pytest.mark.parametrize("add_lora", [reference_add_lora, cpu_add_lora], ids=["reference", "cpu"])
-AddLora = Callable[[torch.Tensor, torch.Tensor, LoraLayer, LoraBatch], None]
-#: A sum of `rank` products of sums of `inputs` products, each rounded to the type.
+ALL = pytest.mark.parametrize("backend", ["reference", "cpu", NATIVE])
+#: A sum of `rank` products of sums of `inputs` products, of numbers of the type; torch rounds the inner sums to it.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
-def random_layer(slots: int, widths: tuple[int, ...], rank: int, inputs: int, dtype: torch.dtype) -> LoraLayer:
-    a = torch.randn(slots, len(widths), rank, inputs) / inputs**0.5
-    b = torch.randn(slots, rank, sum(widths)) / rank**0.5
-    return LoraLayer(a.to(dtype), b.to(dtype), widths)
+def delta_of(backend: str, x: torch.Tensor, layer: LoraLayer, slots: list[int]) -> torch.Tensor:
+    kernel = implementation("lora_delta", backend)
+    assert kernel is not None
+    delta: torch.Tensor = kernel(x, layer, batch_of(slots))
+    assert delta.dtype == torch.float32
+    assert delta.shape == (len(x), layer.b.shape[2])
+    return delta
 
 
-def batch_of(slots: list[int], ranks: list[int]) -> LoraBatch:
-    batch = lora_batch(slots, ranks, torch.device("cpu"))
+def random_layer(
+    slots: int, widths: tuple[int, ...], rank: int, inputs: int, dtype: torch.dtype = torch.float32, most: int = 0
+) -> LoraLayer:
+    """Adapters of a rank in slots for at least `most`."""
+    a = torch.zeros(slots, len(widths), max(rank, most), inputs)
+    b = torch.zeros(slots, max(rank, most), sum(widths))
+    a[:, :, :rank] = torch.randn(slots, len(widths), rank, inputs) / inputs**0.5
+    b[:, :rank] = torch.randn(slots, rank, sum(widths)) / rank**0.5
+    return LoraLayer(a.to(dtype), b.to(dtype), np.full(slots, rank), np.array(widths))
+
+
+def batch_of(slots: list[int]) -> LoraBatch:
+    batch = lora_batch(slots, torch.device("cpu"))
     assert batch is not None
     return batch
 
 
-def plain(y: torch.Tensor, x: torch.Tensor, layer: LoraLayer, slots: list[int]) -> torch.Tensor:
+def plain(x: torch.Tensor, layer: LoraLayer, slots: list[int]) -> torch.Tensor:
     """Row by row in float64."""
-    wide = y.double()
+    delta = torch.zeros(len(x), layer.b.shape[2], dtype=torch.float64)
     for row, slot in enumerate(slots):
         first = 0
-        for part, width in enumerate(layer.widths if slot >= 0 else ()):
+        for part, width in enumerate(layer.widths.tolist() if slot >= 0 else ()):
             low = layer.a[slot, part].double() @ x[row].double()
-            wide[row, first : first + width] += low @ layer.b[slot, :, first : first + width].double()
+            delta[row, first : first + width] = low @ layer.b[slot, :, first : first + width].double()
             first += width
-    return wide
+    return delta
 
 
 @ALL
@@ -53,75 +66,135 @@ def plain(y: torch.Tensor, x: torch.Tensor, layer: LoraLayer, slots: list[int]) 
         ([-1, -1, 3, -1], (7,), 8, 64),
         ([*range(8)] * 4, (96, 32, 32), 16, 96),
         ([0] * 20 + [1] + [-1] * 5, (48,), 2, 17),
+        ([-1] * 30 + [4] * 9, (1, 2), 3, 1),
     ],
 )
 def test_each_row_gets_its_own_adapter(
-    add_lora: AddLora, dtype: torch.dtype, slots: list[int], widths: tuple[int, ...], rank: int, inputs: int
+    backend: str, dtype: torch.dtype, slots: list[int], widths: tuple[int, ...], rank: int, inputs: int
 ) -> None:
     torch.manual_seed(len(slots))
-    layer = random_layer(9, widths, rank, inputs, dtype)
-    x, y = torch.randn(len(slots), inputs).to(dtype), torch.randn(len(slots), sum(widths)).to(dtype)
-    wanted, before = plain(y, x, layer, slots), y.clone()
-    add_lora(y, x, layer, batch_of(slots, [rank] * 9))
-    torch.testing.assert_close(y.double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    base = [row for row, slot in enumerate(slots) if slot < 0]
-    assert torch.equal(y[base], before[base])
-    changed = [row for row, slot in enumerate(slots) if slot >= 0]
-    assert not (y[changed] == before[changed]).all(1).any()
+    layer = random_layer(9, widths, rank, inputs, dtype, most=rank + len(slots) % 3)
+    x = torch.randn(len(slots), inputs).to(dtype)
+    wanted, delta = plain(x, layer, slots), delta_of(backend, x, layer, slots)
+    torch.testing.assert_close(delta.double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    adapted = torch.tensor([slot >= 0 for slot in slots])
+    assert not delta[~adapted].any()
+    assert delta[adapted].any(1).all()
 
 
 @ALL
-def test_what_is_not_finite_in_one_adapter_stays_in_its_rows(add_lora: AddLora) -> None:
+def test_what_is_not_finite_in_one_adapter_stays_in_its_rows(backend: str) -> None:
     torch.manual_seed(0)
-    layer = random_layer(3, (8,), 4, 16, torch.float32)
+    layer = random_layer(3, (8,), 4, 16)
     layer.a[1], layer.b[2] = torch.nan, torch.inf
-    slots = [0, 1, -1, 2, 0]
-    x, y = torch.randn(5, 16), torch.randn(5, 8)
-    wanted = plain(y, x, layer, [0, -1, -1, -1, 0])
-    add_lora(y, x, layer, batch_of(slots, [4, 4, 4]))
-    torch.testing.assert_close(y[[0, 2, 4]].double(), wanted[[0, 2, 4]], rtol=1e-5, atol=1e-5)
-    assert not y[[1, 3]].isfinite().all()
+    x = torch.randn(5, 16)
+    delta = delta_of(backend, x, layer, [0, 1, -1, 2, 0])
+    wanted = plain(x, layer, [0, -1, -1, -1, 0])
+    torch.testing.assert_close(delta[[0, 2, 4]].double(), wanted[[0, 2, 4]], rtol=1e-5, atol=1e-5)
+    assert not delta[[1, 3]].isfinite().any()
 
 
 @ALL
-def test_rows_of_zeros_above_an_adapter_s_rank_do_nothing(add_lora: AddLora) -> None:
+def test_ranks_differ_in_a_batch_and_an_adapter_may_leave_the_layer_as_it_is(backend: str) -> None:
     torch.manual_seed(0)
-    layer = random_layer(2, (8, 8), 8, 16, torch.float32)
-    layer.a[1, :, 2:], layer.b[1, 2:] = 0, 0
-    small = LoraLayer(layer.a[:, :, :2].clone(), layer.b[:, :2].clone(), layer.widths)
-    x, y = torch.randn(3, 16), torch.randn(3, 16)
-    again = y.clone()
-    add_lora(y, x, layer, batch_of([1, 1, 1], [8, 2]))
-    add_lora(again, x, small, batch_of([1, 1, 1], [2, 2]))
-    torch.testing.assert_close(y, again, rtol=1e-6, atol=1e-6)
+    layer = random_layer(3, (8, 8), 2, 16, most=8)
+    wide = random_layer(1, (8, 8), 8, 16)
+    layer.a[1], layer.b[1], layer.ranks[1] = wide.a[0], wide.b[0], 8
+    layer.a[2], layer.b[2], layer.ranks[2] = 0, 0, 0
+    x, slots = torch.randn(6, 16), [0, 1, 2, -1, 1, 2]
+    delta = delta_of(backend, x, layer, slots)
+    torch.testing.assert_close(delta.double(), plain(x, layer, slots), rtol=1e-5, atol=1e-5)
+    assert not delta[[2, 3, 5]].any()
 
 
 @ALL
-def test_an_output_that_is_part_of_a_wider_tensor(add_lora: AddLora) -> None:
+def test_a_batch_whose_adapters_all_leave_the_layer_as_it_is(backend: str) -> None:
+    layer = random_layer(2, (8,), 2, 16)
+    layer.a.zero_(), layer.b.zero_(), layer.ranks.fill(0)
+    assert not delta_of(backend, torch.randn(3, 16), layer, [0, 1, -1]).any()
+
+
+@ALL
+def test_an_input_that_is_part_of_a_wider_tensor(backend: str) -> None:
     torch.manual_seed(0)
-    layer = random_layer(1, (6,), 2, 5, torch.float32)
-    whole = torch.randn(4, 10)
-    before, x = whole.clone(), torch.randn(4, 5)
-    wanted = plain(whole[:, 2:8], x, layer, [0, -1, 0, 0])
-    add_lora(whole[:, 2:8], x, layer, batch_of([0, -1, 0, 0], [2]))
-    torch.testing.assert_close(whole[:, 2:8].double(), wanted, rtol=1e-5, atol=1e-5)
-    assert torch.equal(whole[:, :2], before[:, :2])
-    assert torch.equal(whole[:, 8:], before[:, 8:])
+    layer, slots = random_layer(1, (6,), 2, 5), [0, -1, 0, 0]
+    x = torch.randn(4, 10)[:, 2:7]
+    torch.testing.assert_close(
+        delta_of(backend, x, layer, slots).double(), plain(x, layer, slots), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("backend", [NATIVE])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_s_bits_depend_on_that_row_and_its_adapter_alone(backend: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = random_layer(4, (40, 24), 16, 96, dtype)
+    slots = torch.randint(-1, 4, (50,)).tolist()
+    x = torch.randn(50, 96).to(dtype)
+    together = delta_of(backend, x, layer, slots)
+    for row, slot in enumerate(slots):
+        if slot >= 0:
+            assert torch.equal(delta_of(backend, x[row : row + 1], layer, [slot])[0], together[row])
+
+
+@pytest.mark.parametrize("backend", ["reference"])
+def test_the_embedding_of_a_token_gets_its_adapter_s_row(backend: str) -> None:
+    torch.manual_seed(0)
+    layer = LoraLayer(torch.randn(3, 1, 20, 4), torch.randn(3, 4, 12), np.array([4, 2, 4]), np.array([12]))
+    layer.a[1, :, :, 2:], layer.b[1, 2:] = 0, 0
+    ids, slots = torch.tensor([3, 19, 0, 7]), [1, -1, 0, 2]
+    kernel = implementation("embed_delta", backend)
+    assert kernel is not None
+    delta = kernel(ids, layer, batch_of(slots))
+    for row, slot in enumerate(slots):
+        wanted = layer.a[slot, 0, ids[row]] @ layer.b[slot] if slot >= 0 else torch.zeros(12)
+        torch.testing.assert_close(delta[row], wanted)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", NATIVE])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [16, 37, 96])
+def test_layers_add_a_delta_before_anything_else(backend: str, dtype: torch.dtype, width: int) -> None:
+    torch.manual_seed(width)
+    x, weight = torch.randn(5, 24).to(dtype), (torch.randn(2 * width, 24) / 5).to(dtype)
+    bias, delta = torch.randn(2 * width).to(dtype), torch.randn(5, 2 * width)
+    product = x.double() @ weight.double().T + delta.double()
+    shifted = product + bias.double()
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 4e-2}
+
+    def make(operation: str, *arguments: Any) -> Any:
+        kernel = implementation(operation, backend)
+        assert kernel is not None
+        return kernel(*arguments)
+
+    linear = make("linear", weight, bias)(x, delta)
+    torch.testing.assert_close(linear.double(), shifted, **tolerance)
+    gated = make("gated_linear", weight, bias)(x, delta)
+    wanted = torch.nn.functional.silu(shifted[:, :width]) * shifted[:, width:]
+    torch.testing.assert_close(gated.double(), wanted, **tolerance)
+    logits = make("unembed", weight)(x, delta)
+    torch.testing.assert_close(logits.values[:, : 2 * width].double(), product, **tolerance)
+    torch.testing.assert_close(logits.peaks.amax(-1).double(), product.amax(-1), **tolerance)
 
 
 def test_a_batch_of_the_base_model_has_no_lora() -> None:
-    assert lora_batch([-1, -1], [4], torch.device("cpu")) is None
-    assert lora_batch([], [], torch.device("cpu")) is None
+    assert lora_batch([-1, -1], torch.device("cpu")) is None
+    assert lora_batch([], torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_batch_lists_every_row_of_an_adapter_once(seed: int) -> None:
+def test_a_batch_lists_every_row_once(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    slots: Any = torch.randint(-1, 5, (30,), generator=generator).tolist()
-    batch = batch_of(slots, [1, 2, 3, 4, 5])
+    slots: Any = torch.randint(-1, 5, (30 + seed,), generator=generator).tolist()
+    batch = batch_of(slots)
     assert sorted(batch.rows.tolist()) == [row for row, slot in enumerate(slots) if slot >= 0]
     assert batch.gather[batch.valid].tolist() == batch.rows.tolist()
     size = len(batch.gather) // len(batch.active)
     for position, row in zip(batch.valid.tolist(), batch.rows.tolist(), strict=True):
         assert batch.active[position // size] == slots[row]
-    assert batch.rank == max(slots) + 1
+    tiles = Tiles.of(batch)
+    assert sorted(tiles.rows.tolist()) == list(range(len(slots)))
+    for tile, slot in enumerate(tiles.slots.tolist()):
+        rows = tiles.rows[tiles.firsts[tile] : tiles.firsts[tile + 1]]
+        assert 1 <= len(rows) <= 8
+        assert all(slots[row] == slot for row in rows)

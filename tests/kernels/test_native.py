@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from engine.batch import build_batch
 from kernels.attention import AttentionBatch
 from kernels.cpu import native
 from kernels.cpu.native.program import CaptureError, Recorder, recording
+from kernels.lora import LoraLayer, LoraPass, lora_batch
 from kernels.ops import Ops, is_native, ops_for
 from tests.kernels.test_paged_attention import DIM, Pool
 from tests.support.native import load_native
@@ -152,12 +154,19 @@ def chain(ops: Ops, dtype: torch.dtype) -> tuple[object, torch.Tensor]:
     gated, down = ops.gated_linear(torch.randn(60, 32).to(dtype)), ops.linear(torch.randn(32, 30).to(dtype))
 
     def forward(
-        tokens: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor, batch: AttentionBatch
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        cache: torch.Tensor,
+        batch: AttentionBatch,
+        lora: LoraPass | None = None,
     ) -> torch.Tensor:
         residual = ops.embed(table, tokens)
         cos, sin = (ops.embed(each, positions).unsqueeze(1) for each in tables)
         for layer in cache.unbind(0):
-            fused = qkv(ops.rms_norm(residual, norm, 1e-5))
+            x = ops.rms_norm(residual, norm, 1e-5)
+            adapters = None if lora is None else lora.layers.get("qkv")
+            delta = None if lora is None or adapters is None else ops.lora_delta(x, adapters, lora.batch)
+            fused = qkv(x, delta)
             heads = fused.view(len(tokens), 6, DIM)
             ops.rotary(heads.narrow(1, 0, 5), cos, sin)
             ops.write_kv(fused.narrow(1, 4 * DIM, 2 * DIM), layer, batch.slot_mapping)
@@ -179,17 +188,51 @@ def test_a_recorded_pass_gives_the_bits_of_the_operations_one_by_one(ops: Ops, d
         spans = [pool.span(0, count) for count in counts]
         batch = build_batch(spans, pool.layout)
         expected = forward(batch.tokens, batch.positions, other, batch.attention)
-        found = step(batch.tokens, batch.positions, batch.attention)
+        found = step(batch.tokens, batch.positions, batch.attention, None)
         assert torch.equal(found, expected)
         assert torch.equal(cache, other)
         assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_recorded_pass_with_adapters_gives_the_bits_of_the_operations_one_by_one(
+    ops: Ops, dtype: torch.dtype
+) -> None:
+    forward, cache = chain(ops, dtype)
+    other = cache.clone()
+    step = ops.capture(forward, cache)
+    pool = Pool(random.Random(3), 4, 1, dtype, 200)
+    a, b = torch.randn(3, 1, 4, 32).to(dtype), torch.randn(3, 4, 6 * DIM).to(dtype)
+    layers = {"qkv": LoraLayer(a, b, np.array([4, 2, 3]), np.array([6 * DIM]))}
+    plain = None
+    for turn, counts in enumerate(([5, 1, 1], [100, 1, 90], [1], [3, 2], [5, 1, 1])):
+        batch = build_batch([pool.span(0, count) for count in counts], pool.layout)
+        rows = sum(counts)
+        slots = lora_batch([row % 4 - 1 for row in range(1, rows + 1)], torch.device("cpu"))
+        # The layers grow by one, which the recorded program does not know.
+        lora = LoraPass({} if turn < 2 else layers, int(turn >= 2), slots)
+        for adapted in (lora, None):
+            expected = forward(batch.tokens, batch.positions, other, batch.attention, adapted)
+            found = step(batch.tokens, batch.positions, batch.attention, adapted)
+            assert torch.equal(found, expected)
+            assert torch.equal(cache, other)
+            if adapted is None:
+                plain = found.clone()
+            else:
+                changed = found.clone()
+        assert plain is not None
+        assert torch.equal(changed, plain) == (turn < 2)
 
 
 def test_a_pass_with_an_operation_of_torch_is_not_recorded(ops: Ops, caplog: pytest.LogCaptureFixture) -> None:
     table = torch.randn(9, 4)
 
     def forward(
-        tokens: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor, batch: AttentionBatch
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        cache: torch.Tensor,
+        batch: AttentionBatch,
+        lora: LoraPass | None,
     ) -> torch.Tensor:
         return ops.embed(table, tokens).mul(2.0)
 
@@ -197,7 +240,7 @@ def test_a_pass_with_an_operation_of_torch_is_not_recorded(ops: Ops, caplog: pyt
     ids = torch.tensor([3, 1])
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert torch.equal(step(ids, ids, AttentionBatch(ids)), table[ids] * 2)
+            assert torch.equal(step(ids, ids, AttentionBatch(ids), None), table[ids] * 2)
     assert [record.message for record in caplog.records] == [
         "the forward pass runs operation by operation: aten.mul.Tensor is computed by torch"
     ]

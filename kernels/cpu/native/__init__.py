@@ -3,9 +3,19 @@
 Registered for `cpu.native`, which the table takes only where it is asked to, after `load` has succeeded.
 """
 
-from kernels.cpu.native import attention, operations
+from kernels.cpu.native import attention, capture, lora, operations
 from kernels.cpu.native.build import NativeUnavailableError
 from kernels.cpu.native.library import load, paths, set_threads
 from kernels.cpu.native.operations import unserved
 
-__all__ = ["NativeUnavailableError", "attention", "load", "operations", "paths", "set_threads", "unserved"]
+__all__ = [
+    "NativeUnavailableError",
+    "attention",
+    "capture",
+    "load",
+    "lora",
+    "operations",
+    "paths",
+    "set_threads",
+    "unserved",
+]

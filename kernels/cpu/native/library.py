@@ -15,7 +15,7 @@ from kernels.cpu.native.build import NativeUnavailableError, build
 
 logger = logging.getLogger(__name__)
 
-ABI = 1
+ABI = 2
 
 #: Numbers of dtypes in the records.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -31,6 +31,10 @@ class Batch(Structure):
         ("lengths", c_void_p),
         ("starts", c_void_p),
         ("blocks", c_void_p),
+        ("lora_tiles", c_int64),
+        ("lora_slots", c_void_p),
+        ("lora_firsts", c_void_p),
+        ("lora_rows", c_void_p),
     )
 
 
@@ -70,11 +74,13 @@ class Linear(Structure):
         ("x", c_void_p),
         ("packed", c_void_p),
         ("bias", c_void_p),
+        ("delta", c_void_p),
         ("out", c_void_p),
         ("peaks", c_void_p),
         ("x_stride", c_int64),
         ("out_stride", c_int64),
         ("peaks_stride", c_int64),
+        ("delta_stride", c_int64),
         ("in_width", c_int64),
         ("out_width", c_int64),
         ("dtype", c_int64),
@@ -130,17 +136,36 @@ class Attention(Structure):
     )
 
 
+class Lora(Structure):
+    """Operation 6."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("a", c_void_p),
+        ("b", c_void_p),
+        ("out", c_void_p),
+        ("ranks", c_void_p),
+        ("widths", c_void_p),
+        ("x_stride", c_int64),
+        ("in_width", c_int64),
+        ("width", c_int64),
+        ("parts", c_int64),
+        ("max_rank", c_int64),
+        ("dtype", c_int64),
+    )
+
+
 class Instruction(Structure):
     """One step of a program."""
 
     _fields_ = (("op", c_int64), ("record", c_void_p))
 
 
-Record = Gather | Norm | Linear | Rotary | WriteKv | Attention
+Record = Gather | Norm | Linear | Rotary | WriteKv | Attention | Lora
 
 #: Number of the operation that each kind of record is for.
 OPERATIONS: dict[type[Structure], int] = {
-    kind: number for number, kind in enumerate((Gather, Norm, Linear, Rotary, WriteKv, Attention))
+    kind: number for number, kind in enumerate((Gather, Norm, Linear, Rotary, WriteKv, Attention, Lora))
 }
 
 _lock = threading.Lock()

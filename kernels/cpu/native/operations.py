@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from kernels.blocked import BLOCK, BlockedLogits
@@ -12,6 +10,7 @@ from kernels.cpu.native.library import DTYPES, GATED, LOGITS, PLAIN
 from kernels.cpu.native.program import empty, issue
 from kernels.ops import register
 from kernels.reference.linear import Linear
+from kernels.reference.unembed import Unembed
 
 #: Head sizes that attention serves: even, since rotary pairs are; and bounded by what a thread keeps in its cache.
 MOST_HEAD_DIM = 512
@@ -67,8 +66,8 @@ def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     shift = None if bias is None else _padded(bias, order)
     width, dtype = weight.shape[0], weight.dtype
 
-    def apply(x: torch.Tensor) -> torch.Tensor:
-        return _project(x, packed, shift, empty(len(x), width, dtype), PLAIN)
+    def apply(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+        return _project(x, packed, shift, empty(len(x), width, dtype), PLAIN, delta=delta)
 
     return apply
 
@@ -80,23 +79,23 @@ def gated_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Line
     shift = None if bias is None else _padded(bias, order)
     width, dtype = weight.shape[0] // 2, weight.dtype
 
-    def apply(x: torch.Tensor) -> torch.Tensor:
-        return _project(x, packed, shift, empty(len(x), width, dtype), GATED)
+    def apply(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+        return _project(x, packed, shift, empty(len(x), width, dtype), GATED, delta=delta)
 
     return apply
 
 
 @register("unembed", "cpu.native")
-def unembed(weight: torch.Tensor) -> Callable[[torch.Tensor], BlockedLogits]:
+def unembed(weight: torch.Tensor) -> Unembed:
     """Contract of the reference; float32 as summed, and the blocks' maxima are found on the way."""
     packed, _ = pack(weight, LOGITS)
     vocab = weight.shape[0]
     blocks = -(-vocab // BLOCK)
 
-    def apply(hidden: torch.Tensor) -> BlockedLogits:
+    def apply(hidden: torch.Tensor, delta: torch.Tensor | None = None) -> BlockedLogits:
         values = empty(len(hidden), blocks * BLOCK, torch.float32)
         peaks = empty(len(hidden), blocks, torch.float32)
-        _project(hidden, packed, None, values, LOGITS, vocab, peaks)
+        _project(hidden, packed, None, values, LOGITS, vocab, peaks, delta)
         return BlockedLogits(values, peaks, peaks.amax(-1), vocab)
 
     return apply
@@ -165,23 +164,26 @@ def _project(
     epilogue: int,
     width: int | None = None,
     peaks: torch.Tensor | None = None,
+    delta: torch.Tensor | None = None,
 ) -> torch.Tensor:
     x = _rows(x)
     record = native.Linear(
         x.data_ptr(),
         packed.data_ptr(),
         None if bias is None else bias.data_ptr(),
+        None if delta is None else delta.data_ptr(),
         out.data_ptr(),
         None if peaks is None else peaks.data_ptr(),
         x.stride(0),
         out.stride(0),
         0 if peaks is None else peaks.stride(0),
+        0 if delta is None else delta.stride(0),
         x.shape[1],
         out.shape[1] if width is None else width,
         DTYPES[x.dtype],
         epilogue,
     )
-    issue(record, len(x), *(each for each in (x, packed, bias, out, peaks) if each is not None))
+    issue(record, len(x), *(each for each in (x, packed, bias, delta, out, peaks) if each is not None))
     return out
 
 

@@ -161,8 +161,8 @@ def test_waiting_for_an_adapter_does_not_spin(monkeypatch: pytest.MonkeyPatch) -
     engine: Engine = make_engine(library=adapters("a", executor=late))
     engine.add(request("r", adapter="a"))
     waits: list[float] = []
-    poll = engine._library.poll  # type: ignore[union-attr]
-    monkeypatch.setattr(engine._library, "poll", lambda timeout=0.0: waits.append(timeout) or poll(0.0))  # type: ignore[func-returns-value]
+    poll = engine.library.poll  # type: ignore[union-attr]
+    monkeypatch.setattr(engine.library, "poll", lambda timeout=0.0: waits.append(timeout) or poll(0.0))  # type: ignore[func-returns-value]
     assert engine.step() == []
     assert waits == [0.0, 0.05]
 

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-constexpr int kAbi = 1;
+constexpr int kAbi = 2;
 
 enum Dtype : int64_t { kFloat32 = 0, kBFloat16 = 1 };
 
@@ -15,9 +15,14 @@ struct Batch {
     const int64_t* lengths;  // [sequences] keys, the query tokens included
     const int64_t* starts;   // [sequences] where each block table begins in `blocks`
     const int64_t* blocks;   // block tables
+    // Rows by adapter, in tiles of at most eight of the same slot; all rows are in one. Null where no adapter is used.
+    int64_t lora_tiles;
+    const int64_t* lora_slots;   // [tiles], -1 for the base model
+    const int64_t* lora_firsts;  // [tiles + 1] places in `lora_rows`
+    const int64_t* lora_rows;    // [rows]
 };
 
-enum Op : int64_t { kGather, kNorm, kLinear, kRotary, kWriteKv, kAttention, kOps };
+enum Op : int64_t { kGather, kNorm, kLinear, kRotary, kWriteKv, kAttention, kLora, kOps };
 
 struct Gather {  // out[t] = table[ids[t]]
     const void* table;
@@ -41,9 +46,10 @@ struct Linear {  // out = epilogue(x @ weight.T + bias)
     const void* x;
     const void* packed;  // panels, see `pack`
     const float* bias;   // padded and ordered as the panels' columns, or null
+    const float* delta;  // [rows, the weight's rows], added to the product, or null
     void* out;
     float* peaks;  // of kLogits: maxima of each 64 columns
-    int64_t x_stride, out_stride, peaks_stride, in, out_width, dtype, epilogue;
+    int64_t x_stride, out_stride, peaks_stride, delta_stride, in, out_width, dtype, epilogue;
 };
 
 struct Rotary {  // in place
@@ -66,6 +72,16 @@ struct Attention {
     void* out;
     int64_t query_stride, out_stride, block_size, heads, kv_heads, dim, dtype;
     double scale;
+};
+
+struct Lora {  // out[t] = x[t] @ a[slot].T @ b[slot], part by part; zeros for the base model
+    const void* x;
+    const void* a;          // [slots, parts, max_rank, in]
+    const void* b;          // [slots, max_rank, width]
+    float* out;             // [rows, width]
+    const int64_t* ranks;   // [slots]
+    const int64_t* widths;  // [parts], together `width`
+    int64_t x_stride, in, width, parts, max_rank, dtype;
 };
 
 struct Instruction {

@@ -149,6 +149,7 @@ static inline void finish_plain(const Linear& l, int64_t row, int rows, int64_t 
             vf v = load(c + r * NR + half * L);
             if (l.bias) v += load(l.bias + first + half * L);
             const int64_t left = l.out_width - first - half * L;
+            if (l.delta && left > 0) v += load_up_to(l.delta + (row + r) * l.delta_stride + first + half * L, left);
             if (left >= L)
                 store(out + half * L, v);
             else if (left > 0)
@@ -164,6 +165,10 @@ static inline void finish_gated(const Linear& l, int64_t row, int rows, int64_t 
     for (int r = 0; r < rows; r++) {
         vf gate = load(c + r * NR), up = load(c + r * NR + L);
         if (l.bias) gate += load(l.bias + panel * NR), up += load(l.bias + panel * NR + L);
+        if (l.delta) {
+            const float* delta = l.delta + (row + r) * l.delta_stride + panel * L;
+            gate += load_up_to(delta, left), up += load_up_to(delta + l.out_width, left);
+        }
         T* out = (T*)l.out + (row + r) * l.out_stride + panel * L;
         vf v = silu_v(gate) * up;
         if (left >= L)
@@ -180,6 +185,7 @@ static inline void finish_logits(const Linear& l, int64_t row, int rows, int64_t
         for (int half = 0; half < 2; half++) {
             vf v = load(c + r * NR + half * L);
             const int64_t left = l.out_width - panel * NR - half * L;
+            if (l.delta && left > 0) v += load_up_to(l.delta + (row + r) * l.delta_stride + panel * NR + half * L, left);
             for (int64_t i = std::max<int64_t>(left, 0); i < L; i++) v[i] = -__builtin_inff();
             store(out + half * L, v);
             most[r] = max_or_nan(most[r], v);

@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "gemm.h"
+#include "lora.h"
 #include "pool.h"
 
 #ifndef ROPEWAY_KEY
@@ -37,6 +38,7 @@ class Program {
             const AttentionCut cut = cut_attention(a, (int64_t)tiles_.size(), threads_);
             return (cut.pairs + cut.each - 1) / cut.each;
         }
+        if (i.op == kLora) return batch_.lora_tiles;
         return (batch_.rows + kRowsEach - 1) / kRowsEach;
     }
 
@@ -48,6 +50,7 @@ class Program {
             case kRotary: return by_rows(task, *(const Rotary*)i.record, run_rotary);
             case kWriteKv: return by_rows(task, *(const WriteKv*)i.record, run_write_kv);
             case kLinear: return run_linear(*(const Linear*)i.record, batch_.rows, threads_, task);
+            case kLora: return run_lora(*(const Lora*)i.record, batch_, task);
             case kAttention: return run_attention(*(const Attention*)i.record, batch_, tiles_, threads_, task,
                                                   scratch_[thread]);
         }

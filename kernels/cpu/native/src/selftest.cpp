@@ -45,12 +45,13 @@ void run_one(Op op, const void* record, const Batch& batch) {
 }
 
 Batch rows_only(int64_t rows) {
-    return {rows, 0, nullptr, nullptr, nullptr, nullptr};
+    return {rows, 0, nullptr, nullptr, nullptr, nullptr, 0, nullptr, nullptr, nullptr};
 }
 
 template <class T>
-void check_linear(int64_t rows, int64_t in, int64_t out, Epilogue epilogue) {
+void check_linear(int64_t rows, int64_t in, int64_t out, Epilogue epilogue, bool adapted) {
     const int64_t columns = epilogue == kGated ? 2 * out : out;
+    auto delta = filled<float>(adapted ? rows * columns : 0);
     auto x = filled<T>(rows * in);
     auto weight = filled<T>(columns * in);
     const int64_t bytes = ropeway_packed_bytes(columns, in, dtype_of<T>, epilogue == kGated);
@@ -60,11 +61,13 @@ void check_linear(int64_t rows, int64_t in, int64_t out, Epilogue epilogue) {
     std::unique_ptr<T[]> narrow(new T[rows * width + 1]);
     std::unique_ptr<float[]> wide(new float[rows * width]), peaks(new float[rows * width / kPeak + 1]);
     void* target = epilogue == kLogits ? (void*)wide.get() : (void*)narrow.get();
-    const Linear record{x.get(), packed.get(), nullptr, target, peaks.get(), in,       width,
-                        width / kPeak, in,     out,     dtype_of<T>, epilogue};
+    const Linear record{x.get(),     packed.get(), nullptr, adapted ? delta.get() : nullptr,
+                        target,      peaks.get(),  in,      width,
+                        width / kPeak, columns,    in,      out,
+                        dtype_of<T>, epilogue};
     run_one(kLinear, &record, rows_only(rows));
     auto product = [&](int64_t r, int64_t c) {
-        double sum = 0;
+        double sum = adapted ? delta[r * columns + c] : 0;
         for (int64_t i = 0; i < in; i++) sum += (double)widen(x[r * in + i]) * widen(weight[c * in + i]);
         return sum;
     };
@@ -119,6 +122,40 @@ void check_rotary(int64_t rows, int64_t heads, int64_t dim) {
     }
 }
 
+// Rows that use slots 0 to 2 and the base model in turns, two parts; the second slot leaves the layer as it is.
+template <class T>
+void check_lora(int64_t rows, int64_t in, int64_t first_width, int64_t second_width, int64_t rank) {
+    const int64_t slots = 3, parts = 2, max_rank = rank + 1, width = first_width + second_width;
+    const int64_t ranks[slots] = {rank, 0, max_rank}, widths[parts] = {first_width, second_width};
+    auto x = filled<T>(rows * in), a = filled<T>(slots * parts * max_rank * in), b = filled<T>(slots * max_rank * width);
+    std::unique_ptr<float[]> out(new float[rows * width]);
+    std::fill(out.get(), out.get() + rows * width, NAN);
+    std::vector<int64_t> order, tile_slots, firsts;
+    for (int64_t slot = -1; slot < slots; slot++)
+        for (int64_t r = slot + 1, taken = 0; r < rows; r += slots + 1, taken++) {
+            if (taken % kLoraRows == 0) tile_slots.push_back(slot), firsts.push_back((int64_t)order.size());
+            order.push_back(r);
+        }
+    firsts.push_back((int64_t)order.size());
+    Batch batch = rows_only(rows);
+    batch.lora_tiles = (int64_t)tile_slots.size();
+    batch.lora_slots = tile_slots.data(), batch.lora_firsts = firsts.data(), batch.lora_rows = order.data();
+    const Lora record{x.get(), a.get(), b.get(), out.get(), ranks, widths, in, in, width, parts, max_rank, dtype_of<T>};
+    run_one(kLora, &record, batch);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < width; c++) {
+            const int64_t slot = r % (slots + 1) - 1, part = c >= first_width;
+            double wanted = 0;
+            for (int64_t k = 0; slot >= 0 && k < ranks[slot]; k++) {
+                double low = 0;
+                for (int64_t i = 0; i < in; i++)
+                    low += (double)widen(x[r * in + i]) * widen(a[((slot * parts + part) * max_rank + k) * in + i]);
+                wanted += low * widen(b[(slot * max_rank + k) * width + c]);
+            }
+            expect(out[r * width + c], wanted, 1e-3 * (1 + std::fabs(wanted)), "lora", rows, in, width);
+        }
+}
+
 // Sequences of (count, length); writes their keys and values and attends.
 template <class T>
 void check_attention(std::vector<std::pair<int64_t, int64_t>> sequences, int64_t block, int64_t kv_heads, int64_t group,
@@ -139,7 +176,8 @@ void check_attention(std::vector<std::pair<int64_t, int64_t>> sequences, int64_t
     std::memset((void*)cache.get(), 0xff, blocks * block * width * sizeof(T));  // NaN wherever nothing is written
     const WriteKv write{kv.get(), cache.get(), slots.data(), width * (int64_t)sizeof(T), width * (int64_t)sizeof(T)};
     run_one(kWriteKv, &write, rows_only(keys));
-    const Batch batch{rows, (int64_t)counts.size(), counts.data(), lengths.data(), starts.data(), tables.data()};
+    const Batch batch{rows,          (int64_t)counts.size(), counts.data(), lengths.data(), starts.data(),
+                      tables.data(), 0,                      nullptr,       nullptr,        nullptr};
     const Attention record{query.get(), cache.get(), out.get(), heads * dim, heads * dim, block,
                            heads,       kv_heads,    dim,       dtype_of<T>, 0.5};
     run_one(kAttention, &record, batch);
@@ -171,11 +209,19 @@ void check_all() {
     for (int64_t rows : {0, 1, 5, 12, 13, 37})
         for (int64_t in : {1, 2, 31, 64})
             for (int64_t out : {1, 15, 16, 32, 33, 70}) {
-                check_linear<T>(rows, in, out, kPlain);
-                check_linear<T>(rows, in, out, kGated);
-                check_linear<T>(rows, in, out, kLogits);
+                for (bool adapted : {false, true}) {
+                    check_linear<T>(rows, in, out, kPlain, adapted);
+                    check_linear<T>(rows, in, out, kGated, adapted);
+                    check_linear<T>(rows, in, out, kLogits, adapted);
+                }
             }
-    check_linear<T>(250, 18, 40, kPlain);
+    check_linear<T>(250, 18, 40, kPlain, true);
+    for (int64_t rows : {0, 1, 4, 33, 70})
+        for (int64_t in : {1, 31, 32, 65})
+            for (int64_t rank : {1, 3, 16}) {
+                check_lora<T>(rows, in, 1, 15, rank);
+                check_lora<T>(rows, in, 33, 16, rank);
+            }
     for (int64_t rows : {0, 1, 8, 9})
         for (int64_t width : {1, 15, 16, 33}) check_rows<T>(rows, width);
     for (int64_t dim : {2, 6, 32, 34}) {
