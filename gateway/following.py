@@ -23,8 +23,8 @@ log = structlog.get_logger(__name__)
 #: Seconds of silence after which the log is read, doubled with each fruitless look up to the second.
 FIRST_LOOK_S = 1.0
 LAST_LOOK_S = 15.0
-#: Frames read from the log at once.
-PAGE = 256
+#: Frames read from the log at once: at first, and at most; in between about so many bytes at the size of those before.
+FIRST_PAGE, PAGE, PAGE_BYTES = 8, 256, 2 * 1024 * 1024
 #: Looks at the log that do not bring a missing frame until it counts as lost.
 MAX_FRUITLESS = 5
 
@@ -36,7 +36,7 @@ class Track:
     memory here.
     """
 
-    __slots__ = ("_due", "_fruitless", "_metrics", "_pause", "_queue", "_size", "channel", "ended", "follower",
+    __slots__ = ("_due", "_fruitless", "_metrics", "_page", "_pause", "_queue", "_size", "channel", "ended", "follower",
                  "index", "job_id", "needs_log", "seq", "silent", "status")  # fmt: skip
 
     def __init__(self, index: int, job_id: str, after: int, size: int, metrics: GatewayMetrics) -> None:
@@ -46,7 +46,7 @@ class Track:
         self.status: JobStatus = "queued"
         self.follower: Follower | None = None
         self._queue: deque[bytes] = deque()
-        self._size, self._metrics = size, metrics
+        self._size, self._metrics, self._page = size, metrics, FIRST_PAGE
         self._pause, self._due, self._fruitless = FIRST_LOOK_S, time.monotonic() + FIRST_LOOK_S, 0
 
     def push(self, data: bytes) -> None:
@@ -131,13 +131,15 @@ class Track:
     async def _read(self, store: JobStore, frames: list[Frame]) -> bool:
         """One page of the log; True if it was full, so that there may be more."""
         self._metrics.log_reads.inc()
-        before = self.seq
-        page = await store.read_log(self.job_id, self.seq, PAGE)
+        before, most = self.seq, self._page
+        page = await store.read_log(self.job_id, self.seq, most)
         for data in page:
             self._accept(decode(data, Frame), frames)
         if page and self.seq == before:
             raise JobLostError(f"events of job {self.job_id} are missing", code="events_expired")
-        return len(page) >= PAGE
+        if page:
+            self._page = max(1, min(PAGE, PAGE_BYTES * len(page) // sum(map(len, page))))
+        return len(page) >= most
 
     async def _ask(self, store: JobStore) -> None:
         """After silence: does the job live, and has its log more than was heard?"""

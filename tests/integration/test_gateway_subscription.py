@@ -103,3 +103,37 @@ def _say(store: SyncJobStore, job: Running, text: str) -> None:
     offset = len(job.tokens.get(0, []))
     frame = job.frame("tokens", [ChoiceFrame(index=0, offset=offset, ids=[7], text=text)])
     store.publish([Publish(job.id, job.worker.owner, job.job.epoch, job.seq, [frame])])
+
+
+async def test_pages_of_a_log_are_as_long_as_its_frames_are_small(
+    valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for a reader who comes late, to large frames behind small ones and small ones behind large."""
+    async with serve(valkey_url) as gateway:
+        store, pages = gateway.services.store, []
+        read_log = store.read_log
+
+        async def watched(job_id: str, after_seq: int = 0, count: int = 1000) -> list[bytes]:
+            page = await read_log(job_id, after_seq, count)
+            pages.append((len(page), sum(map(len, page))))
+            return page
+
+        monkeypatch.setattr(store, "read_log", watched)
+        order = {"kind": "completion", "body": completion()}
+        assert (await gateway.http.post("/v1/jobs", json=order)).status_code == 202
+        job = await gateway.worker.pull()
+        sizes = [500_000] * 12 + [10] * 2000 + [500_000] * 12
+        for number, size in enumerate(sizes):
+            frame = job.frame("tokens", [ChoiceFrame(offset=number, ids=[7], text="x" * size)])
+            await job.publish([frame])
+        await job.finish("stop")
+        async with await gateway.services.hub.follow([job.id]) as late:
+            late.tracks[0].look()
+            seen = []
+            async with asyncio.timeout(60):
+                while not late.ended:
+                    seen += [frame.seq for _, frame in await late.next()]
+        assert seen == list(range(1, len(sizes) + 2))
+        assert max(size for _, size in pages) < 7_000_000
+        assert max(count for count, _ in pages) > 100, "small ones come in long pages"
+        assert len(pages) < 60
