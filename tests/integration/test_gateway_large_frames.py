@@ -28,7 +28,7 @@ def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
         pytest.skip(f"no {kind} server installed")
     # All of a prompt in one step.
     worker = {"max_num_batched_tokens": 16_384, "max_model_len": 16_500, "max_num_seqs": 16, "sim_step_ms": 0}
-    with Stack(redis_kind=kind, engine="sim", pool=MODEL, **worker) as s:
+    with Stack(redis_kind=kind, clean=True, engine="sim", pool=MODEL, **worker) as s:
         with s.redis.client() as client:
             assert "pubsub 33554432 8388608 60" in client.config_get("client-output-buffer-limit").popitem()[1]
             if strict == "strict":

@@ -26,7 +26,7 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     save_tiny_model(folder)
     with Stack(
         model=str(folder), pool=MODEL, dtype="float32", threads=1, block_size=4, num_blocks=64,
-        cache_dir=str(folder / "cache"), lanes=1,
+        cache_dir=str(folder / "cache"), lanes=1, clean=True,
     ) as stack:  # fmt: skip
         stack.start_gateway()
         stack.start_worker()

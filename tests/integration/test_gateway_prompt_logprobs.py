@@ -22,7 +22,7 @@ IDS = VOCABULARY.tokenizer.encode(TEXT).ids
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
-    with Stack(engine="sim", pool=MODEL, sim_step_ms=1, max_num_batched_tokens=64) as s:
+    with Stack(clean=True, engine="sim", pool=MODEL, sim_step_ms=1, max_num_batched_tokens=64) as s:
         s.start_gateway()
         s.start_worker()
         s.wait_ready()

@@ -25,7 +25,7 @@ STRADDLE_ID = piece(STRADDLE)
 
 @pytest.fixture(scope="module")
 def http() -> Iterator[httpx.Client]:
-    with Stack(sim_step_ms=4) as stack:
+    with Stack(clean=True, sim_step_ms=4) as stack:
         stack.start_gateway()
         stack.start_worker("tests.support.parrot_worker")
         stack.wait_ready()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,6 +14,9 @@ from pathlib import Path
 
 import httpx
 
+from shared import keys
+from shared.protocol import Card, decode
+from tests.support.at_rest import assert_at_rest, end_live
 from tests.support.ports import free_port as free_port
 from tests.support.redis_server import RedisServer
 
@@ -45,10 +49,18 @@ class Process:
 
 
 class Stack:
-    """One Redis, any number of gateways and workers. Use as a context manager."""
+    """One Redis, any number of gateways and workers. Use as a context manager.
 
-    def __init__(self, *, redis_kind: str = "valkey", appendonly: bool = False, **worker: object) -> None:
+    Args:
+        clean: in the end bring all pools to rest, and check that nothing is left of them.
+        worker: settings of workers.
+    """
+
+    def __init__(
+        self, *, redis_kind: str = "valkey", appendonly: bool = False, clean: bool = False, **worker: object
+    ) -> None:
         self.redis = RedisServer(redis_kind, appendonly=appendonly)
+        self._clean = clean
         self.worker_settings = {k: str(v) for k, v in worker.items()}
         self.processes: list[Process] = []
         self.gateway_port = free_port()
@@ -62,12 +74,28 @@ class Stack:
         self.redis.start()
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if self._clean and kind is None:
+                self._rest()
+        finally:
+            for process in reversed(self.processes):
+                if process.popen.poll() is None:
+                    process.popen.kill()
+                    process.popen.wait()
+            self.redis.close()
+
+    def _rest(self) -> None:
+        """End all jobs, workers and gateways as one should, and look at what is left."""
+        with self.redis.client() as client:
+            pools = [name.decode() for name in client.smembers(keys.pools())]  # type: ignore[union-attr]
+            cards = [decode(client.hget(keys.card(pool), "card"), Card) for pool in pools]  # type: ignore[arg-type]
+        for pool in pools:
+            asyncio.run(end_live(self.redis.url, pool))
         for process in reversed(self.processes):
-            if process.popen.poll() is None:
-                process.popen.kill()
-                process.popen.wait()
-        self.redis.close()
+            process.stop()
+        for card in cards:
+            asyncio.run(assert_at_rest(self.redis.url, card.pool, card.lanes))
 
     def start_gateway(self, port: int | None = None, **settings: object) -> Process:
         """Start a gateway, on the stack's own port by default."""
