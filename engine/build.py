@@ -25,7 +25,7 @@ from engine.request import ModelInfo
 from engine.runner import ModelRunner
 from engine.sampler import Sampler
 from kernels.invariant.paged_attention import proven_pieces
-from kernels.ops import Ops, ops_for
+from kernels.ops import Ops, is_native, ops_for
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def build_engine(config: EngineConfig) -> Engine:
         enable_prefix_caching=config.enable_prefix_caching,
         max_loras=config.max_loras,
     )
-    info = _info(config, checkpoint, model, max_model_len, num_blocks * config.block_size)
+    info = _info(config, checkpoint, model, ops, max_model_len, num_blocks * config.block_size)
     logger.info(
         "model %s: %s on %s, %d KV blocks of %d tokens", info.name, info.dtype, device, num_blocks, config.block_size
     )
@@ -122,13 +122,16 @@ def _cpu_computes_bfloat16() -> bool:
 
 
 def _ops(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Ops:
+    if device.type == "cpu" and use_native(config, model, dtype):
+        return ops_for(device.type, native=True)  # deterministic by themselves
     if config.deterministic:
+        if config.enable_lora:
+            raise ValueError("enable_lora: in deterministic mode adapters need the native CPU kernels")
         if device.type == "cuda":
             # Else cuBLAS takes what workspace is free, and may sum in another order for it. Read at its first use.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         proven_pieces(model.head_dim, device, torch.get_num_threads())  # now, so that it fails at load if at all
-    native = device.type == "cpu" and use_native(config, model, dtype)
-    return ops_for(device.type, deterministic=config.deterministic, native=native)
+    return ops_for(device.type, deterministic=config.deterministic)
 
 
 def _context(config: EngineConfig, model: ModelConfig) -> int:
@@ -187,13 +190,13 @@ def _runner(
 
 
 def _info(
-    config: EngineConfig, checkpoint: Checkpoint, model: CausalLM, max_model_len: int, kv_tokens: int
+    config: EngineConfig, checkpoint: Checkpoint, model: CausalLM, ops: Ops, max_model_len: int, kv_tokens: int
 ) -> ModelInfo:
     bundle, dtype = checkpoint.bundle, str(model.dtype).removeprefix("torch.")
     parts = [checkpoint.digest, checkpoint.config, dtype]
     if config.deterministic:
         # A job that moves between workers keeps its bits only where all of a pool compute alike.
-        parts.append("deterministic")
+        parts.append("deterministic, native" if is_native(ops) else "deterministic")
     identity = json.dumps(parts, sort_keys=True)
     return ModelInfo(
         name=config.served_name or checkpoint.name,

@@ -87,7 +87,7 @@ class EngineConfig:
         max_lora_rank: largest rank of an adapter.
         max_cpu_loras: adapters kept in memory; None: as many as `max_loras`.
         cpu_kernels: `native`: C++ kernels, built on first use; `torch`: torch's own; `auto`: native where they can be
-            used, and torch in deterministic mode.
+            used.
         threads: of torch and of the native kernels; None leaves torch's setting.
         cache_dir: folder for converted tokenizers; None: the user's cache folder.
 

@@ -28,16 +28,13 @@ class Choice:
     reason: str
 
 
-def choose(asked: CpuKernels, cache_dir: Path | None = None, *, deterministic: bool = False) -> Choice:
+def choose(asked: CpuKernels, cache_dir: Path | None = None) -> Choice:
     """Whether this process uses the native kernels; they are built and loaded if so.
 
     Args:
         asked: the setting.
         cache_dir: where the built library is kept; None: the user's cache folder.
-        deterministic: the mode asks for kernels of its own.
     """
-    if deterministic:
-        return Choice(False, "deterministic mode has kernels of its own")
     if asked == "torch":
         return Choice(False, "cpu_kernels is torch")
     try:
@@ -53,7 +50,7 @@ def use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
     Raises:
         ValueError: they are asked for and cannot be used.
     """
-    choice = choose(config.cpu_kernels, config.cache_dir, deterministic=config.deterministic)
+    choice = choose(config.cpu_kernels, config.cache_dir)
     if choice.native and (reason := native.unserved(model.head_dim, dtype)) is not None:
         choice = Choice(False, reason)
     if config.cpu_kernels == "native" and not choice.native:
@@ -62,7 +59,7 @@ def use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
         threads = native_threads(torch.get_num_threads())
         native.set_threads(threads)
         logger.info("native CPU kernels, %s, on %d threads", choice.reason, threads)
-    elif config.cpu_kernels == "auto" and not config.deterministic:
+    elif config.cpu_kernels == "auto":
         logger.warning("CPU kernels of torch: %s", choice.reason)
     return choice.native
 

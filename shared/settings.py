@@ -93,7 +93,7 @@ class WorkerSettings(CommonSettings):
     kv_cache_memory_mb: int | None = Field(None, ge=1, description="memory of the KV cache; unset: 1024 on CPU")
     num_blocks: int | None = Field(None, ge=1, description="blocks of the KV cache; wins over kv_cache_memory_mb")
     enable_prefix_caching: bool = Field(True, description="find full blocks again by hash")
-    deterministic: bool = Field(False, description="results do not depend on the batch, bit for bit; slower")
+    deterministic: bool = Field(False, description="results do not depend on the batch, bit for bit")
     cpu_kernels: Literal["auto", "native", "torch"] = Field(
         "auto", description="on a CPU; native: C++ kernels, built on first use; auto: where they can be used"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from engine.llm import LLM
 from engine.outputs import Logprob, RequestOutput
 from shared.sampling import SamplingParams
+from tests.support.native import load_native
 from tests.support.tiny_llama import VOCAB, save_tiny_model
 
 Request = tuple[dict[str, Any], SamplingParams]
@@ -98,43 +99,57 @@ def dtype(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(scope="module", params=["torch", "native"], autouse=True)
+def kernels(request: pytest.FixtureRequest) -> str:
+    """Both kinds of kernels that a CPU has for this."""
+    if request.param == "native":
+        load_native(1)
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
     return mixed([1, 2, 70, 17, 64, 150, 65, 33, 9, 128, 40, 63, 5, 97, 180, 30], VOCAB, 24, 30)
 
 
-def tiny(folder: Path, dtype: str, **options: Any) -> LLM:
-    settings: dict[str, Any] = {"num_blocks": 400, "block_size": 4, "enable_prefix_caching": False}
-    return LLM(str(folder), dtype=dtype, deterministic=True, cache_dir=folder / "cache", **(settings | options))
+Tiny = Callable[..., LLM]
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path, dtype: str, requests: list[Request]) -> list[Answer]:
+def tiny(folder: Path, dtype: str, kernels: str) -> Tiny:
+    def load(**options: Any) -> LLM:
+        settings: dict[str, Any] = {"num_blocks": 400, "block_size": 4, "enable_prefix_caching": False}
+        settings |= {"dtype": dtype, "deterministic": True, "cpu_kernels": kernels, "cache_dir": folder / "cache"}
+        return LLM(str(folder), **(settings | options))
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: Tiny, requests: list[Request]) -> list[Answer]:
     """Each request alone, its prompt in one pass."""
-    return alone(tiny(folder, dtype, max_num_seqs=2), requests)
+    return alone(tiny(max_num_seqs=2), requests)
 
 
-def test_together(folder: Path, dtype: str, requests: list[Request], expected: list[Answer]) -> None:
-    assert answers(tiny(folder, dtype), requests) == expected
-    assert answers(tiny(folder, dtype, block_size=16), requests[::-1]) == expected[::-1]
+def test_together(tiny: Tiny, requests: list[Request], expected: list[Answer]) -> None:
+    assert answers(tiny(), requests) == expected
+    assert answers(tiny(block_size=16), requests[::-1]) == expected[::-1]
 
 
 @pytest.mark.parametrize("budget", [7, 33])
-def test_prompts_in_chunks(
-    folder: Path, dtype: str, requests: list[Request], expected: list[Answer], budget: int
-) -> None:
-    llm = tiny(folder, dtype, max_num_seqs=budget // 2, max_num_batched_tokens=budget)
+def test_prompts_in_chunks(tiny: Tiny, requests: list[Request], expected: list[Answer], budget: int) -> None:
+    llm = tiny(max_num_seqs=budget // 2, max_num_batched_tokens=budget)
     assert answers(llm, requests) == expected
 
 
-def test_preempted_and_recomputed(folder: Path, dtype: str, requests: list[Request], expected: list[Answer]) -> None:
-    llm = tiny(folder, dtype, num_blocks=240, block_size=1)
+def test_preempted_and_recomputed(tiny: Tiny, requests: list[Request], expected: list[Answer]) -> None:
+    llm = tiny(num_blocks=240, block_size=1)
     assert answers(llm, requests) == expected
     assert llm._engine.stats().preemptions > 3
 
 
-def test_prefix_cache(folder: Path, dtype: str, requests: list[Request], expected: list[Answer]) -> None:
-    llm = tiny(folder, dtype, enable_prefix_caching=True)
+def test_prefix_cache(tiny: Tiny, requests: list[Request], expected: list[Answer]) -> None:
+    llm = tiny(enable_prefix_caching=True)
     assert answers(llm, requests) == expected
     before = llm._engine.stats().prefix_hit_tokens
     assert before > 0
@@ -149,16 +164,18 @@ def two_threads(threads: None) -> Iterator[None]:
     torch.set_num_threads(1)
 
 
-def test_two_threads(folder: Path, dtype: str, requests: list[Request], two_threads: None) -> None:
+def test_two_threads(tiny: Tiny, requests: list[Request], two_threads: None) -> None:
     requests = requests[2:7]
-    llm = tiny(folder, dtype, max_num_seqs=8, max_num_batched_tokens=50)
-    assert answers(llm, requests) == alone(tiny(folder, dtype), requests)
+    llm = tiny(max_num_seqs=8, max_num_batched_tokens=50)
+    assert answers(llm, requests) == alone(tiny(), requests)
 
 
-def test_a_pool_computes_in_one_mode(folder: Path) -> None:
+def test_a_pool_computes_in_one_mode(tiny: Tiny) -> None:
     """Workers whose digests differ refuse to serve one pool."""
-    other = LLM(str(folder), dtype="float32", num_blocks=4, cache_dir=folder / "cache")
-    assert tiny(folder, "float32")._info.digest != other._info.digest
+    digests = [tiny(deterministic=mode, num_blocks=4)._info.digest for mode in (True, False)]
+    load_native(1)
+    digests += [tiny(cpu_kernels=kernels, num_blocks=4)._info.digest for kernels in ("torch", "native")]
+    assert len(set(digests)) == 3
 
 
 # The real model
@@ -166,12 +183,12 @@ def test_a_pool_computes_in_one_mode(folder: Path) -> None:
 
 @pytest.mark.model
 @pytest.mark.parametrize("model_dtype", DTYPES)
-def test_real_model(model_dtype: str) -> None:
+def test_real_model(model_dtype: str, kernels: str) -> None:
     """Together in chunks, preempted, and from the prefix cache, as alone."""
     requests = mixed([3, 60, 90, 24, 70], 49152, 12, 40)
 
     def load(**options: Any) -> LLM:
-        return LLM(MODEL, dtype=model_dtype, max_model_len=256, deterministic=True, **options)  # type: ignore[arg-type]
+        return LLM(MODEL, dtype=model_dtype, max_model_len=256, deterministic=True, cpu_kernels=kernels, **options)  # type: ignore[arg-type]
 
     expected = alone(load(enable_prefix_caching=False), requests)
     llm = load(num_blocks=180, block_size=1, max_num_seqs=16, max_num_batched_tokens=51)

@@ -46,7 +46,7 @@ def test_auto_takes_them_where_they_are(folder: Path) -> None:
     assert takes_native(folder)
     assert takes_native(folder, cpu_kernels="native", dtype="float32")
     assert not takes_native(folder, cpu_kernels="torch")
-    assert not takes_native(folder, deterministic=True)
+    assert takes_native(folder, deterministic=True)
 
 
 def test_auto_without_a_compiler_says_so_and_takes_torch(
@@ -62,9 +62,10 @@ def test_what_is_asked_for_and_cannot_be_is_an_error(folder: Path, missing: None
         takes_native(folder, cpu_kernels="native")
 
 
-def test_native_and_deterministic_exclude_each_other(folder: Path) -> None:
-    with pytest.raises(ValueError, match="cpu_kernels native: deterministic mode has kernels of its own"):
-        takes_native(folder, cpu_kernels="native", deterministic=True)
+def test_deterministic_mode_without_them_has_others_but_none_for_adapters(folder: Path, missing: None) -> None:
+    assert not takes_native(folder, deterministic=True)
+    with pytest.raises(ValueError, match="enable_lora: in deterministic mode"):
+        takes_native(folder, deterministic=True, enable_lora=True)
 
 
 def test_a_mistyped_setting_is_refused() -> None:
@@ -92,7 +93,6 @@ def test_an_unserved_model_runs_on_torch(
 def test_the_choice_has_a_reason(missing: None) -> None:
     assert choose("torch").reason == "cpu_kernels is torch"
     assert choose("auto").reason == "no C++ compiler"
-    assert choose("auto", deterministic=True).reason == "deterministic mode has kernels of its own"
 
 
 @pytest.mark.parametrize(
