@@ -26,7 +26,6 @@ from gateway.routes import chat, completions, health, jobs, models
 from gateway.services import Services
 from gateway.submission import Submitter
 from gateway.sweeper import Sweeper
-from gateway.tasks import cancel_all
 from gateway.tenant_queue import TenantQueues
 from shared.calls import AsyncClient
 from shared.connect import connect, connect_pubsub
@@ -34,6 +33,7 @@ from shared.jobs import LaneLimits, Lifetime, QueuedLimits, RateLimits, ReplicaW
 from shared.jobstore import JobStore
 from shared.redis_url import mask
 from shared.settings import GatewaySettings
+from shared.tasks import cancel_all
 from shared.tenants import Tenants
 from shared.upkeep import Upkeep
 

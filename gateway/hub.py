@@ -22,9 +22,9 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponen
 
 from gateway.following import Follower, Track
 from gateway.metrics import GatewayMetrics
-from gateway.tasks import cancel_all
 from shared.errors import OverloadedError, ServiceUnavailableError
 from shared.jobstore import JobStore
+from shared.tasks import cancel_all
 
 log = structlog.get_logger(__name__)
 

@@ -15,6 +15,7 @@ from shared import keys
 from shared.errors import EngineError, ForeignDataError, ProtocolError
 from shared.jobs import PullBudget, Pulled
 from shared.jobstore import JobStore
+from shared.tasks import cancel_all
 from worker.holdings import Admission, Holdings
 from worker.job import Cause, HeldJob
 from worker.loop import EngineLoop
@@ -153,10 +154,7 @@ class Intake:
         """Pull nothing more; jobs that were being read back go on to the engine's thread as they are."""
         self._stopping.set()
         self._event.set()
-        for task in self._resuming:
-            task.cancel()
-        if self._resuming:
-            await asyncio.wait(self._resuming)
+        await cancel_all([*self._resuming])
 
     async def _sleep(self, seconds: float) -> None:
         timer = self._asyncio.call_later(seconds, self._event.set)

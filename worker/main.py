@@ -23,6 +23,7 @@ from shared.jobstore import JobStore, SyncJobStore
 from shared.logs import configure
 from shared.redis_url import mask, parse
 from shared.settings import WorkerSettings
+from shared.tasks import cancel_all
 from worker.clock import RedisClock
 from worker.control import PING_S, ControlListener
 from worker.engines import build_engine
@@ -266,9 +267,7 @@ class Worker:
         lease.close(1.0)
         if not sent:
             _log.warning("Redis did not take everything back; the rest moves when its lease runs out")
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        await cancel_all(tasks)
 
     async def _drain(self) -> None:
         """Let jobs end within the grace period, then hand back what is left."""

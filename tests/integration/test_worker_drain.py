@@ -110,3 +110,11 @@ async def test_a_worker_that_comes_back_is_another_owner(valkey_url: str) -> Non
         await first.wait()
         second = await h.worker()
         assert first.owner != second.owner
+
+
+async def test_a_cancel_that_gets_lost_does_not_keep_a_drained_worker_alive(valkey_url: str) -> None:
+    async with harness(valkey_url) as h:
+        worker = await h.worker(fault="lost cancel")
+        worker.signal(signal.SIGTERM)
+        assert await worker.wait() == 0
+        assert await h.store.live_workers(POOL, 60_000) == []

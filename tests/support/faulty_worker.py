@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import threading
 
+import worker.main
 from engine.request import EngineProtocol, EngineRequest, StepOutput
 from engine.sim import SimConfig, SimEngine
 from shared.errors import EngineError
 from shared.settings import WorkerSettings
 from worker.main import run
+from worker.registry import Registry
 
 #: A prompt that begins with this token id sets the fault off.
 TRIGGER = 7
@@ -54,10 +57,22 @@ class FaultyEngine(SimEngine):
         return [failed, *super().step()]
 
 
+class DeafRegistry(Registry):
+    """Its task goes on after the first cancel, as when a library's time-out fires at the same moment."""
+
+    async def run(self) -> None:
+        try:
+            await super().run()
+        except asyncio.CancelledError:
+            await super().run()
+
+
 def build(settings: WorkerSettings) -> EngineProtocol:
     """The engine with its fault."""
     if os.environ["FAULT"] == "load":
         threading.Event().wait()
+    if os.environ["FAULT"] == "lost cancel":
+        worker.main.Registry = DeafRegistry  # type: ignore[misc]
     if os.environ["FAULT"] == "no model":
         raise FileNotFoundError("no such model")
     config = SimConfig(step_ms=settings.sim_step_ms, max_num_seqs=settings.max_num_seqs)

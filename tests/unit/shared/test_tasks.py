@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.tasks import cancel_all
+from shared.tasks import cancel_all
 
 
 async def test_a_lost_cancel_is_repeated() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import structlog
 
-_log = structlog.stdlib.get_logger("gateway.tasks")
+_log = structlog.stdlib.get_logger("shared.tasks")
 
 
 async def cancel_all(tasks: Collection[asyncio.Task[Any]], patience_s: float = 1.0) -> None:
