@@ -10,15 +10,18 @@ import pytest
 from shared.calls import AsyncClient
 from shared.connect import connect
 from shared.jobstore import JobStore
+from tests.support.chaos.aftermath import everlasting
 from tests.support.redis_topology import raw_client
 
 
 @pytest.fixture
 async def client(redis_url: str) -> AsyncIterator[Any]:
-    """A client of an empty Redis, for looking at keys."""
+    """A client of an empty Redis, for looking at keys. In the end every key must expire that is not made to stay."""
     client = await raw_client(redis_url)
     yield client
+    found = await everlasting(client)
     await client.aclose()
+    assert not found
 
 
 @pytest.fixture

@@ -158,7 +158,7 @@ async def test_a_pull_cancelled_in_the_middle_loses_nothing(
 
 async def test_a_cancelled_command_never_shifts_the_answers(proxy: RedisProxy, client: Any) -> None:
     for i in range(20):
-        await client.set(f"k{i}", i)
+        await client.set(f"k{i}", i, ex=60)
     far: Any = connect(proxy.url, max_connections=1, retry=Retry(NoBackoff(), 1))
     await far.get("k0")
     for i in range(0, 20, 2):

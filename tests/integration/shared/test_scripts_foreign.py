@@ -123,6 +123,7 @@ async def test_what_cannot_be_read_has_an_error_of_its_own(store: JobStore, clie
     with pytest.raises(ForeignDataError):
         await store.status(job.id)
     await client.xadd(keys.events(JobId.parse(job.id)), {"x": "y"})
+    await client.expire(keys.events(JobId.parse(job.id)), 60)
     with pytest.raises(ForeignDataError):
         await store.read_log(job.id)
     await wrong_type(client, keys.queue(POOL, 1, "normal", keys.bucket_of("default")))

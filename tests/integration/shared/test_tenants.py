@@ -97,7 +97,7 @@ async def test_a_key_of_any_text_is_one_short_key(tenants: Tenants, client: Any)
 async def test_a_record_that_does_not_read_is_said(tenants: Tenants, client: Any) -> None:
     await tenants.claim("t", "key", request(), 60)
     (name,) = await client.keys("*")
-    await client.set(name, b"\xc1")
+    await client.set(name, b"\xc1", keepttl=True)
     with pytest.raises(ForeignDataError):
         await tenants.claim("t", "key", request(), 60)
 
@@ -119,7 +119,7 @@ async def test_only_what_still_waits_counts_after_a_look(tenants: Tenants, clien
     (taken,) = (await tenants.pull("pool", 2, "w", budget(), KEEP)).jobs
     await tenants.publish([last(taken, "w", 1)])
     await tenants.cancel(cancelled.id)
-    await client.set(keys.job(JobId.parse(foreign.id)), b"something else")
+    await client.set(keys.job(JobId.parse(foreign.id)), b"something else", ex=60)
     assert await tenants.enter("t", limits, {ids(1)[0]: 10}, 60) == QueuedCount(False, 6, 60)
 
     assert await tenants.settle("t") == 4
