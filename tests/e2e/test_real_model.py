@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
-    with Stack(model=MODEL, dtype="float32", max_num_seqs=64, kv_cache_memory_mb=1024) as s:
+    with Stack(clean=True, model=MODEL, dtype="float32", max_num_seqs=64, kv_cache_memory_mb=1024) as s:
         s.start_gateway()
         _, s.health_port = s.start_worker()  # type: ignore[attr-defined]
         s.wait_ready()
