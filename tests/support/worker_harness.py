@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -36,6 +37,12 @@ LEASE_S = 1.0
 STOP_S = 10.0
 #: Until something that is to happen counts as not happening.
 PATIENCE_S = 60.0
+
+
+def send_signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    """Signal a process, if it is there. Its own method may reap one that has just ended: its exit code is lost then."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, number)
 
 
 class WorkerProcess:
@@ -111,7 +118,7 @@ class WorkerProcess:
         return self._process.returncode is None
 
     def signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
+        send_signal(self._process, number)
 
     async def wait(self) -> int:
         """The exit code."""

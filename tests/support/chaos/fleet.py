@@ -21,6 +21,7 @@ from tests.support.ports import free_port
 from tests.support.redis_proxy import RedisProxy
 from tests.support.redis_server import RedisServer, binary
 from tests.support.stack import ROOT
+from tests.support.worker_harness import send_signal
 
 #: Seconds from a process's end to its next start.
 RESTART_S = 0.2
@@ -84,7 +85,7 @@ class Member:
         self.expected.update(codes)
         if not self.alive:
             return
-        self._process.send_signal(number)
+        send_signal(self._process, number)
         if number in (signal.SIGSTOP, signal.SIGCONT):
             self.paused = number is signal.SIGSTOP
 
