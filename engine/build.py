@@ -48,7 +48,7 @@ def build_engine(config: EngineConfig) -> Engine:
         torch.set_num_threads(config.threads)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    checkpoint = load(config.model, config.cache_dir)
+    checkpoint = load(config.model, config.cache_dir, dtype)
     model_config = ModelConfig.from_hf(checkpoint.config)
     max_model_len = _context(config, model_config)
     ops = _ops(config, model_config, device, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import islice
 
@@ -47,12 +48,8 @@ class ModelRunner:
         config = model.config
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, config.vocab_size
         self._model, self._sampler, self._ops = model, sampler, ops
-        # Zeros, because padding is read and then masked: what was never written must be finite.
-        self._cache = torch.zeros(
-            (config.num_hidden_layers, num_blocks + 1, block_size, 2, config.num_key_value_heads, config.head_dim),
-            dtype=model.dtype,
-            device=model.device,
-        )
+        shape = (config.num_hidden_layers, num_blocks + 1, block_size, 2, config.num_key_value_heads, config.head_dim)
+        self._cache = _zeros(shape, model.dtype, model.device)
         self._layout = CacheLayout(
             block_size, num_blocks, config.num_key_value_heads, model.dtype, model.device, grouped=not is_native(ops)
         )
@@ -169,6 +166,17 @@ class ModelRunner:
         if dirty:
             self._cache.index_fill_(1, torch.tensor(dirty, device=self._model.device), 0.0)
             self._tainted.difference_update(dirty)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, because padding may be read and then masked: what was never written must be finite.
+
+    On a CPU memory is taken where it is first written to, in large pages if the system has them: NumPy asks for both.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def _scored(spans: list[Span], order: list[int]) -> Iterator[tuple[int, int, int]]:

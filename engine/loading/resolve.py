@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from engine.loading.checkpoint import Checkpoint, TokenizerBundle, content_digest
+from engine.loading.converted import converted_folder, keep_converted, read_converted
 from engine.loading.gguf import GGUFFile
 from engine.loading.safetensors import load_tensors, weight_files
 from engine.loading.tokenizer import from_folder, from_gguf, read_json
@@ -85,18 +88,19 @@ def _from_hub(name: str) -> Path:
         ) from error
 
 
-def load(model: str, cache_dir: Path | None = None) -> Checkpoint:
+def load(model: str, cache_dir: Path | None = None, dtype: torch.dtype | None = None) -> Checkpoint:
     """Resolve and read a model.
 
     Args:
         model: as for `resolve`.
-        cache_dir: for converted tokenizers and digests; None: the user's cache folder.
+        cache_dir: for converted models and tokenizers, and digests; None: the user's cache folder.
+        dtype: of the model: a GGUF file is then converted once and kept; None: nothing is converted or kept.
 
     Raises:
         ValueError: it is not found, incomplete or not served.
     """
     source, cache = resolve(model), cache_dir or default_cache_dir()
-    return _load_gguf(source, cache) if source.path.is_file() else _load_folder(source, cache)
+    return _load_gguf(source, cache, dtype) if source.path.is_file() else _load_folder(source, cache)
 
 
 def load_tokenizer(model: str, cache_dir: Path | None = None) -> TokenizerBundle:
@@ -112,15 +116,22 @@ def load_tokenizer(model: str, cache_dir: Path | None = None) -> TokenizerBundle
     return from_folder(source.path, config, generation)
 
 
-def _load_gguf(source: ModelSource, cache: Path) -> Checkpoint:
+def _load_gguf(source: ModelSource, cache: Path, dtype: torch.dtype | None) -> Checkpoint:
+    digest = content_digest([source.path], cache)
+    folder = None if dtype is None else converted_folder(cache, digest, dtype)
+    if folder is not None and (kept := read_converted(folder, source.name)) is not None:
+        return kept
     file = GGUFFile(source.path)
-    return Checkpoint(
+    checkpoint = Checkpoint(
         name=source.name,
         config=file.config(),
         tensors=file.tensors(),
         bundle=from_gguf(file, cache),
-        digest=content_digest([source.path], cache),
+        digest=digest,
     )
+    if folder is not None and dtype is not None:
+        keep_converted(folder, checkpoint, dtype)
+    return checkpoint
 
 
 def _load_folder(source: ModelSource, cache: Path) -> Checkpoint:

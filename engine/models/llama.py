@@ -61,7 +61,7 @@ class LlamaModel(CausalLM):
         self._heads, self._rotated, self._scale = heads, heads + kv_heads, dim**-0.5
         cos, sin = rope_tables(config, max_positions, tensors.pop("rope_freqs.weight", None))
         self._cos, self._sin = cos.to(device, dtype), sin.to(device, dtype)
-        embedding = weights.take("model.embed_tokens", config.vocab_size, config.hidden_size)
+        embedding = weights.take("model.embed_tokens", config.vocab_size, config.hidden_size).clone()
         self._embedding = embedding
         self._layers = [self._load_layer(weights, index) for index in range(config.num_hidden_layers)]
         self._norm = weights.take_vector("model.norm", config.hidden_size)
@@ -147,7 +147,8 @@ class _Weights:
         return self._pop(f"{name}.weight", (rows, columns))
 
     def take_vector(self, name: str, size: int) -> torch.Tensor:
-        return self._pop(f"{name}.weight", (size,))
+        # A copy: an alias of one small tensor would keep a whole file mapped.
+        return self._pop(f"{name}.weight", (size,)).clone()
 
     def take_fused(self, sizes: dict[str, int], columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weights of several projections of one input as one, and their biases where they have any."""

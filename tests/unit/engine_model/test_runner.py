@@ -18,6 +18,7 @@ from engine.request import LogprobEntry
 from engine.runner import SCORED_ROWS, ModelRunner
 from engine.sampler import Sampler
 from engine.sequence import Sequence
+from kernels.blocked import BlockedLogits
 from kernels.ops import Ops, ops_for
 from shared.sampling import SamplingParams
 from tests.support.native import load_native
@@ -223,9 +224,9 @@ def test_logits_are_computed_some_rows_at_a_time_and_only_where_needed(
     rows: list[int] = []
     logits = runner._model.logits
 
-    def counted(hidden: torch.Tensor) -> torch.Tensor:
+    def counted(hidden: torch.Tensor, *rest: Any) -> BlockedLogits:
         rows.append(len(hidden))
-        return logits(hidden)
+        return logits(hidden, *rest)
 
     monkeypatch.setattr(runner._model, "logits", counted)
     a, b = (
