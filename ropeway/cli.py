@@ -41,6 +41,19 @@ def version() -> None:
 
 
 @app.command()
+def doctor() -> None:
+    """What computes on this machine, and why."""
+    try:
+        from ropeway.doctor import doctor as run
+
+        run()
+    except ModuleNotFoundError as error:
+        fail_missing(error, "worker")
+    except ValueError as error:  # a setting that cannot be served
+        fail(str(error), EXIT_USAGE)
+
+
+@app.command()
 def submit(
     prompt: Annotated[str, typer.Argument(help="The question; - reads it from standard input.")],
     model: Annotated[str | None, typer.Option(help="Model; unset: the first that the gateway lists.")] = None,

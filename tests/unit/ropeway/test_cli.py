@@ -47,6 +47,29 @@ def test_version() -> None:
     assert ropeway.__version__ in run("version").output
 
 
+def test_doctor_says_what_computes_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run("doctor")
+    assert result.exit_code == 0
+    lines = dict(line.split(maxsplit=1) for line in result.output.replace("cpu kernels", "kernels").splitlines())
+    assert lines.keys() == {"python", "device", "cpus", "threads", "kernels", "cache"}
+    assert lines["kernels"].startswith(("native: built for ", "torch: "))
+    monkeypatch.setenv("ROPEWAY_CPU_KERNELS", "torch")
+    assert "torch: cpu_kernels is torch" in run("doctor").output
+
+
+def test_doctor_without_torch_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "ropeway.doctor", raising=False)
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "pip install 'ropeway[worker]'" in result.output
+
+
+def test_doctor_refuses_what_a_worker_would_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROPEWAY_CPU_KERNELS", "fast")
+    assert run("doctor").exit_code == 2
+
+
 @pytest.mark.parametrize(("command", "cls"), [("gateway", GatewaySettings), ("worker", WorkerSettings)])
 def test_every_setting_has_an_option(command: str, cls: type[CommonSettings]) -> None:
     shown = run(command, "--help").output

@@ -1,0 +1,41 @@
+"""`ropeway doctor`: what computes on this machine, and why."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+
+from ropeway.console import out
+
+
+def doctor() -> None:
+    """Print one line per question.
+
+    Raises:
+        ModuleNotFoundError: what a worker needs is not installed.
+    """
+    for name, value in findings():
+        out.print(f"{name:<12} {value}", soft_wrap=True, markup=False)
+
+
+def findings() -> Iterator[tuple[str, str]]:
+    """Names and values. To know whether the native kernels can be used, they are built and loaded."""
+    import torch
+
+    from engine.build import choose_device, choose_dtype
+    from engine.cpu_kernels import available_cpus, choose
+    from engine.loading.resolve import default_cache_dir
+    from shared.settings import WorkerSettings
+
+    settings = WorkerSettings()
+    cache = settings.cache_dir or default_cache_dir()
+    device = choose_device(settings.device)
+    yield "python", f"{platform.python_version()}, torch {torch.__version__}"
+    yield "device", f"{device}, {str(choose_dtype(settings.dtype, device)).removeprefix('torch.')}"
+    yield "cpus", f"{os.cpu_count()}, of which this process may use {available_cpus()}"
+    yield "threads", str(settings.threads or torch.get_num_threads())
+    choice = choose(settings.cpu_kernels, cache)
+    unused = "" if device.type == "cpu" else "; not used on this device"
+    yield "cpu kernels", f"{'native' if choice.native else 'torch'}: {choice.reason}{unused}"
+    yield "cache", str(cache)
