@@ -68,6 +68,12 @@ static inline void transpose16(__m512i* r) {
 }
 #endif
 
+// Has `width` elements brought near.
+template <class T>
+static inline void bring(const T* p, int64_t width) {
+    for (int64_t at = 0; at < width * (int64_t)sizeof(T); at += 64) __builtin_prefetch((const char*)p + at, 0, 2);
+}
+
 // Keys as the columns of a panel, as `tile` takes them; zeros for keys from `count` on.
 template <class T>
 static inline void pack_keys(const T* const* keys, int count, int64_t dim, T* panel) {
@@ -91,11 +97,12 @@ static inline void pack_keys(const T* const* keys, int count, int64_t dim, T* pa
 
 // `c` [R][V * L] = p [R, keys] @ values, straight from the cache; sums as `tile` does.
 template <class T, int R, int V>
-static __attribute__((noinline)) void mix_tile(const float* p, int64_t stride, const T* const* keys, int64_t behind,
-                                               int count, float* c) {
+static __attribute__((noinline)) void mix_tile(const float* p, int64_t stride, const T* const* keys,
+                                               const T* const* next, int64_t behind, int count, float* c) {
     vf acc[R][V] = {};
     for (int j = 0; j < count; j++) {
         const T* value = keys[j] + behind;
+        bring(next[j] + behind, V * L);
         vf v[V];
         for (int i = 0; i < V; i++) v[i] = load(value + i * L);
 #pragma GCC unroll 8
@@ -112,12 +119,12 @@ constexpr int kFewRows = 4;  // up to here values are worth no copy in float32
 constexpr int kWide = 4;     // vectors of a row that `mix_few` takes at once
 
 template <class T>
-static inline void mix_few(int rows, const float* p, int64_t stride, const T* const* keys, int64_t behind, int count,
-                           float* c) {
-    using Function = void (*)(const float*, int64_t, const T* const*, int64_t, int, float*);
+static inline void mix_few(int rows, const float* p, int64_t stride, const T* const* keys, const T* const* next,
+                           int64_t behind, int count, float* c) {
+    using Function = void (*)(const float*, int64_t, const T* const*, const T* const*, int64_t, int, float*);
     static const Function functions[kFewRows] = {mix_tile<T, 1, kWide>, mix_tile<T, 2, kWide>, mix_tile<T, 3, kWide>,
                                                  mix_tile<T, 4, kWide>};
-    functions[rows - 1](p, stride, keys, behind, count, c);
+    functions[rows - 1](p, stride, keys, next, behind, count, c);
 }
 
 // The query rows of one KV head, and their sums so far.
@@ -146,16 +153,22 @@ class AttentionTask {
         queries_ = panel_ + 2 * NR + NR * a.dim;
     }
 
-    void run() {
+    // `after`: what the same thread goes on with, or null.
+    void run(const QueryTile* after, int64_t after_head) {
         for (int64_t h = 0; h < heads_; h++) begin(h);
         const int64_t keys = tile_.visible + tile_.count - 1;
         const T* found[2][kKeys];
-        fetch(0, keys, found[0]);
+        find(tile_, first_head_, 0, found[0]);
         for (int64_t first = 0; first < keys; first += kKeys) {
-            const int turn = (int)(first / kKeys % 2);
-            fetch(first + kKeys, keys, found[1 - turn]);
+            const T **now = found[first / kKeys % 2], **next = found[(first / kKeys + 1) % 2];
+            if (first + kKeys < keys)
+                find(tile_, first_head_, first + kKeys, next);
+            else if (after)
+                find(*after, after_head, 0, next);
+            else
+                std::memcpy(next, now, sizeof found[0]);
             for (int64_t h = 0; h < heads_; h++)
-                step(h, first, (int)std::min<int64_t>(kKeys, keys - first), found[turn]);
+                step(h, first, (int)std::min<int64_t>(kKeys, keys - first), now, next);
         }
         for (int64_t h = 0; h < heads_; h++) finish(h);
     }
@@ -203,32 +216,28 @@ class AttentionTask {
         }
     }
 
-    // Where the keys of a tile begin, those of the first head; values follow `kv_heads * dim` behind. Has them brought
-    // near meanwhile, since the places of blocks follow no pattern.
-    void fetch(int64_t first, int64_t end, const T** keys) const {
-        const int count = (int)std::min<int64_t>(kKeys, end - first);
-        if (count <= 0) return;
-        const int64_t* block = batch_.blocks + batch_.starts[tile_.sequence] + first / a.block_size;
+    // Where a head's keys from the first on begin; values follow `kv_heads * dim` behind. A short tile's last key is
+    // repeated.
+    void find(const QueryTile& tile, int64_t head, int64_t first, const T** keys) const {
+        const int count = (int)std::min<int64_t>(kKeys, tile.visible + tile.count - 1 - first);
+        const int64_t* block = batch_.blocks + batch_.starts[tile.sequence] + first / a.block_size;
         const int64_t slot_size = 2 * a.kv_heads * a.dim;
         int64_t offset = first % a.block_size;
         for (int j = 0; j < count; block++, offset = 0) {
-            const T* key = (const T*)a.cache + (*block * a.block_size + offset) * slot_size + first_head_ * a.dim;
+            const T* key = (const T*)a.cache + (*block * a.block_size + offset) * slot_size + head * a.dim;
             for (; offset < a.block_size && j < count; offset++, key += slot_size) keys[j++] = key;
         }
-        const int64_t bytes = heads_ * a.dim * sizeof(T), behind = a.kv_heads * a.dim * sizeof(T);
-        for (int j = 0; j < count; j++)
-            for (int64_t at = 0; at < bytes; at += 64) {
-                __builtin_prefetch((const char*)keys[j] + at, 0, 2);
-                __builtin_prefetch((const char*)keys[j] + behind + at, 0, 2);
-            }
+        for (int j = count; j < kKeys; j++) keys[j] = keys[count - 1];
     }
 
-    // `count` keys from `first` on; `found` are the first head's.
-    void step(int64_t h, int64_t first, int count, const T* const* found) {
+    // `count` keys from `first` on; `found` are the first head's. Those of the next tile are brought near meanwhile, a
+    // few at a time, since no pattern tells the CPU where they are.
+    void step(int64_t h, int64_t first, int count, const T* const* found, const T* const* found_next) {
         const HeadState<T> s = state(h);
-        const T* keys[kKeys];
-        for (int j = 0; j < count; j++) keys[j] = found[j] + h * a.dim;
+        const T *keys[kKeys], *next[kKeys];
+        for (int j = 0; j < kKeys; j++) keys[j] = found[j] + h * a.dim, next[j] = found_next[j] + h * a.dim;
         for (int j = 0; j < count; j += NR) {
+            for (int i = j; i < std::min(j + NR, kKeys); i++) bring(next[i], a.dim);
             pack_keys(keys + j, std::min(NR, count - j), a.dim, panel_);
             for_tiles(rows_, [&](int64_t r, int n) {
                 tile_rows<T>(n, s.query + r * a.dim, a.dim, panel_, a.dim, mixed_);
@@ -237,14 +246,14 @@ class AttentionTask {
             });
         }
         const int used = (count + NR - 1) / NR * NR;
-        if (!few_) widen_values(keys, count);
+        if (!few_) widen_values(keys, next, count);
         float shrink[kQueryRows];
         for (int64_t r = 0; r < rows_; r += kQueryRows) {
             const int64_t some = std::min<int64_t>(kQueryRows, rows_ - r);
             for (int64_t i = 0; i < some; i++)
                 shrink[i] = soften(s, r + i, tile_.visible + (r + i) / group_ - first, used);
             if (few_)
-                mix_from_cache(s, count, keys, shrink);
+                mix_from_cache(s, count, keys, next, shrink);
             else
                 mix(s, r, some, count, shrink);
         }
@@ -275,7 +284,8 @@ class AttentionTask {
     }
 
     // Values of a tile as float32 panels.
-    void widen_values(const T* const* keys, int count) {
+    void widen_values(const T* const* keys, const T* const* next, int count) {
+        for (int j = 0; j < count; j++) bring(next[j] + a.kv_heads * a.dim, a.dim);
         for (int64_t p = 0; p < panels_; p++)
             for (int j = 0; j < count; j++) {
                 const T* source = keys[j] + a.kv_heads * a.dim + p * NR;
@@ -300,9 +310,10 @@ class AttentionTask {
             });
     }
 
-    void mix_from_cache(const HeadState<T>& s, int count, const T* const* keys, const float* shrink) {
+    void mix_from_cache(const HeadState<T>& s, int count, const T* const* keys, const T* const* next,
+                        const float* shrink) {
         for (int64_t d = 0; d < a.dim; d += kWide * L) {
-            mix_few<T>((int)rows_, score_, kKeys, keys, a.kv_heads * a.dim + d, count, mixed_);
+            mix_few<T>((int)rows_, score_, kKeys, keys, next, a.kv_heads * a.dim + d, count, mixed_);
             for (int64_t r = 0; r < rows_; r++)
                 add_up(s.out + r * width_ + d, mixed_ + r * kWide * L, kWide, shrink[r]);
         }
@@ -323,19 +334,21 @@ static inline AttentionCut cut_attention(const Attention& a, int64_t tiles, int 
     cut.heads = tiles >= threads * 4 ? a.kv_heads : 1;
     cut.splits = a.kv_heads / cut.heads;
     cut.pairs = tiles * cut.splits;
-    cut.each = std::max<int64_t>(1, cut.pairs / (threads * 16));
+    cut.each = std::max<int64_t>(1, cut.pairs / (threads * 8));
     return cut;
 }
 
 static inline void run_attention(const Attention& a, const Batch& batch, const std::vector<QueryTile>& tiles,
                                  int threads, int64_t task, Scratch& scratch) {
     const AttentionCut cut = cut_attention(a, (int64_t)tiles.size(), threads);
-    for (int64_t pair = task * cut.each; pair < std::min(cut.pairs, (task + 1) * cut.each); pair++) {
+    const int64_t last = std::min(cut.pairs, (task + 1) * cut.each);
+    for (int64_t pair = task * cut.each; pair < last; pair++) {
         const QueryTile& tile = tiles[pair / cut.splits];
-        const int64_t head = pair % cut.splits * cut.heads;
+        const QueryTile* after = pair + 1 < last ? &tiles[(pair + 1) / cut.splits] : nullptr;
+        const int64_t head = pair % cut.splits * cut.heads, after_head = (pair + 1) % cut.splits * cut.heads;
         if (a.dtype == kBFloat16)
-            AttentionTask<bf16>(a, batch, tile, head, cut.heads, scratch).run();
+            AttentionTask<bf16>(a, batch, tile, head, cut.heads, scratch).run(after, after_head);
         else
-            AttentionTask<float>(a, batch, tile, head, cut.heads, scratch).run();
+            AttentionTask<float>(a, batch, tile, head, cut.heads, scratch).run(after, after_head);
     }
 }
