@@ -10,14 +10,15 @@ from functools import partial
 
 import torch
 
+from engine import cpu_kernels
 from engine.adapters.device import DeviceAdapters
 from engine.adapters.library import AdapterLibrary
 from engine.adapters.targets import targets
 from engine.adapters.weights import load_adapter
 from engine.config import EngineConfig, SchedulerConfig
-from engine.cpu_kernels import use_native
 from engine.engine import Engine
 from engine.loading.checkpoint import Checkpoint
+from engine.loading.memory import give_back_freed_memory
 from engine.loading.resolve import load
 from engine.models.config import ModelConfig
 from engine.models.registry import OWN_STEP, CausalLM, model_class
@@ -48,12 +49,16 @@ def build_engine(config: EngineConfig) -> Engine:
         torch.set_num_threads(config.threads)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
+    if device.type == "cpu":
+        cpu_kernels.prepare(config)
     checkpoint = load(config.model, config.cache_dir, dtype)
     model_config = ModelConfig.from_hf(checkpoint.config)
     max_model_len = _context(config, model_config)
     ops = _ops(config, model_config, device, dtype)
     model = model_class(model_config.architecture)(model_config, checkpoint.tensors, ops, device, dtype, max_model_len)
     _warn_unused(checkpoint)
+    checkpoint.tensors.clear()
+    give_back_freed_memory()
     num_blocks = _count_blocks(config, model, max_model_len)
     slots = DeviceAdapters(model_config, config.max_loras, config.max_lora_rank, dtype, device)
     runner = _runner(model, checkpoint, ops, num_blocks, config.block_size, slots if config.enable_lora else None)
@@ -122,7 +127,7 @@ def _cpu_computes_bfloat16() -> bool:
 
 
 def _ops(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Ops:
-    if device.type == "cpu" and use_native(config, model, dtype):
+    if device.type == "cpu" and cpu_kernels.use_native(config, model, dtype):
         return ops_for(device.type, native=True)  # deterministic by themselves
     if config.deterministic:
         if config.enable_lora:

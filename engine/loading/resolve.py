@@ -130,7 +130,9 @@ def _load_gguf(source: ModelSource, cache: Path, dtype: torch.dtype | None) -> C
         digest=digest,
     )
     if folder is not None and dtype is not None:
+        # What was kept takes the place of what was read, whose memory is then free again.
         keep_converted(folder, checkpoint, dtype)
+        return read_converted(folder, source.name) or checkpoint
     return checkpoint
 
 

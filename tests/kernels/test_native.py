@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -261,6 +263,18 @@ def test_a_program_reuses_memory_that_python_let_go_of() -> None:
     assert second.data_ptr() != address  # a view is left
     del view
     assert recorder.empty(8, torch.float32).data_ptr() == address
+
+
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    load_native()
+    code = (
+        "import os, torch\nfrom kernels.ops import ops_for\nfrom tests.support.native import load_native\n"
+        "load_native()\napply, x = ops_for('cpu', native=True).linear(torch.randn(640, 64)), torch.randn(40, 64)\n"
+        "expected = apply(x)\nchild = os.fork()\n"
+        "if child == 0: os._exit(0 if torch.equal(apply(x), expected) else 1)\n"
+        "assert os.waitpid(child, 0)[1] == 0\nassert torch.equal(apply(x), expected)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
 
 
 def test_is_native(ops: Ops) -> None:
