@@ -149,7 +149,9 @@ async def test_while_no_replica_has_taken_over(unwatched: Topology) -> None:
         assert refused.json()["error"]["code"] == "service_unavailable"
         for lane in set(SERVED) - set(touched):  # one node's outage is that of its lanes alone
             await streams[lane].end()
-            assert (await h.store.get(streams[lane].job_id)).epoch == 1
+            view = await h.store.get(streams[lane].job_id)
+            told = [ln for worker in workers for ln in worker.lines if ln.get("job_id") == view.id]
+            assert view.epoch == 1, told
         # For longer than the lease, so that everything of this node looks abandoned afterwards.
         await asyncio.sleep(1.5 * lease_s)
         assert all(worker.alive for worker in workers)
