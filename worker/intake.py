@@ -257,11 +257,14 @@ class Intake:
         try:
             lease = self._rule.lease(lane, node)
             pulled = await self._pull_store.pull(self._config.pool, lane, self._config.owner, budget, lease)
-            self._rule.answered(lane, await self._pull_store.node(self._config.pool, lane), lease)
         except REDIS_TROUBLE:
             self._rule.failed(node)
             raise
         self.pulled_at = time.monotonic()
+        try:
+            self._rule.answered(lane, await self._pull_store.node(self._config.pool, lane), lease)
+        except REDIS_TROUBLE:  # who has answered is not known; the jobs are here all the same
+            self._rule.failed(node)
         return pulled
 
     async def _queued(self, lane: int) -> int:

@@ -75,7 +75,8 @@ class LeaseKeeper(WatchedThread):
     def main(self) -> None:
         """Look, renew, wait."""
         renewed_at, warned = 0.0, False
-        while not self._closed.wait(self._tick):
+        # From look to look: a renewal may last for a second where one node is away, and the others' leases do not wait.
+        while not self._closed.wait(max(0.0, self.looked_at + self._tick - time.monotonic())):
             self.looked_at = time.monotonic()
             # While Redis is away nothing can be published, and that is no fault of the publisher.
             self._publisher.look(count=self._redis_answers)

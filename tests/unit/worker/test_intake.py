@@ -279,3 +279,24 @@ async def test_a_paused_worker_can_be_stopped() -> None:
         s.intake.pause(True)
         await asyncio.sleep(0.01)
     assert s.task.done()
+
+
+async def test_jobs_that_were_pulled_are_kept_when_nobody_knows_who_answered() -> None:
+    async with Setup() as s:
+        asked = 0
+
+        async def node(pool: str, lane: int) -> str:
+            nonlocal asked
+            asked += 1
+            if asked == 2:
+                raise ServiceUnavailableError("no node serves this lane's slot")
+            return "node"
+
+        s.lanes.node = node  # type: ignore[method-assign]
+        s.lanes.queued[3] = 1
+        s.intake.wake(3)
+        await s.lanes.until(lambda: bool(s.lanes.pulls))
+        async with asyncio.timeout(20):
+            while not s.engine.jobs:
+                await asyncio.sleep(0.001)
+    assert [job.id for job in s.engine.jobs] == [job.id for job in s.holdings.all()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import redis
@@ -118,3 +119,28 @@ def test_a_pause_of_the_process_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> 
     pulse.busy = True
     now[0] += 1.0
     assert detector.look() == 1.0 and detector.look(count=False) == 0.0
+
+
+def test_a_slow_renewal_does_not_put_off_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a node away each lasts a while, and jobs on the others have no longer leases for that."""
+    setup = Setup()
+    setup.holdings.add(held())
+    now, starts = [100.0], []
+    setup.keeper.looked_at = now[0]
+
+    class Closed:
+        def wait(self, timeout: float) -> bool:
+            now[0] += timeout
+            return len(starts) == 6
+
+    def renew(owner: str, jobs: Sequence[Owned]) -> list[Publication]:
+        starts.append(now[0])
+        now[0] += 0.015 if len(starts) != 3 else 0.05
+        return [Publication.FINE]
+
+    monkeypatch.setattr("worker.lease.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(setup.keeper, "_closed", Closed())
+    monkeypatch.setattr(setup.store, "renew", renew)
+    setup.keeper.main()
+    gaps = [later - earlier for earlier, later in pairwise(starts)]
+    assert gaps == pytest.approx([0.02, 0.02, 0.05, 0.02, 0.02])  # every third of the lease, or as soon as can be
