@@ -45,8 +45,7 @@ def build_engine(config: EngineConfig) -> Engine:
     Raises:
         ValueError: the model is not found or not served, or a setting does not fit it.
     """
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    torch.set_num_threads(cpu_kernels.bounded_threads(config.threads or torch.get_num_threads()))
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     if device.type == "cpu":

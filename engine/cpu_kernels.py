@@ -66,7 +66,7 @@ def use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
     if config.cpu_kernels == "native" and not choice.native:
         raise ValueError(f"cpu_kernels native: {choice.reason}")
     if choice.native:
-        threads = native_threads(torch.get_num_threads())
+        threads = torch.get_num_threads()  # which `bounded_threads` has bounded
         native.set_threads(threads)
         logger.info("native CPU kernels, %s, on %d threads", choice.reason, threads)
     elif config.cpu_kernels == "auto":
@@ -74,7 +74,7 @@ def use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
     return choice.native
 
 
-def native_threads(wanted: int) -> int:
+def bounded_threads(wanted: int) -> int:
     """No more threads than this process has CPUs, by affinity and by its group's quota."""
     usable = available_cpus()
     if wanted > usable:

@@ -12,7 +12,7 @@ import torch
 from engine import cpu_kernels
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.cpu_kernels import available_cpus, choose, native_threads
+from engine.cpu_kernels import available_cpus, bounded_threads, choose
 from kernels.cpu import native
 from kernels.ops import is_native
 from tests.support.native import load_native
@@ -107,13 +107,20 @@ def test_cpus_by_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: s
     assert available_cpus() == cpus
 
 
+def test_an_engine_bounds_torch_s_threads_too(folder: Path) -> None:
+    before = torch.get_num_threads()
+    build_engine(EngineConfig(str(folder), num_blocks=4, threads=10_000, cpu_kernels="torch"))
+    assert torch.get_num_threads() == available_cpus()
+    torch.set_num_threads(before)
+
+
 def test_more_threads_than_cpus_are_not_started(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cpu_kernels, "available_cpus", lambda: 2)
     with caplog.at_level(logging.WARNING):
-        assert native_threads(1) == 1
-        assert native_threads(2) == 2
+        assert bounded_threads(1) == 1
+        assert bounded_threads(2) == 2
         assert caplog.records == []
-        assert native_threads(64) == 2
+        assert bounded_threads(64) == 2
     assert "64 threads are asked for, and this process may use 2 CPUs: 2 are used" in caplog.text
