@@ -1,9 +1,10 @@
-"""The engine's speed: against transformers, and what prefix cache, chunks, sampling options and deterministic mode do.
+"""The engine's speed: against transformers, and what prefix cache, chunks, sampling options, modes and kernels do.
 
     python -m benchmarks.engine [--quick] [--json FILE] [--dtype bfloat16] [--part sampling --part gap ...]
 
 The workload is 32 prompts of 32 to 256 tokens, 64 new tokens each, EOS ignored. What is compared alternates within a
-round; figures are medians over rounds, ratios those of one round. See `engine_transformers` and `engine_parts`.
+round; figures are medians over rounds, ratios those of one round. See `engine_transformers`,
+`engine_parts` and `engine_kernels`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class Part(StrEnum):
     GAP = "gap"
     SAMPLING = "sampling"
     DETERMINISTIC = "deterministic"
+    KERNELS = "kernels"
+    NEIGHBOUR = "neighbour"
 
 
 def main(
@@ -36,6 +39,7 @@ def main(
 ) -> None:
     """Measure and print."""
     from benchmarks import engine_parts as parts
+    from benchmarks.engine_kernels import beside_a_neighbour, over_torch
     from benchmarks.engine_transformers import against_transformers
     from benchmarks.engines import Engines
 
@@ -60,6 +64,10 @@ def main(
         figures |= parts.sampling(engines, prompts, rounds, tokens)
     if Part.DETERMINISTIC in wanted:
         figures |= parts.deterministic(engines, Engines.load(dtype, deterministic=True), prompts, rounds, tokens)
+    if Part.KERNELS in wanted:
+        figures |= over_torch(engines, Engines.load(dtype, cpu_kernels="torch"), prompts, rounds, tokens)
+    if Part.NEIGHBOUR in wanted:
+        figures |= beside_a_neighbour(engines, prompts, rounds, tokens)
     report("engine", figures, dtype=dtype, json_file=json_file)
 
 

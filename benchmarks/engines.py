@@ -21,8 +21,10 @@ class Engines:
     first: Engine
 
     @classmethod
-    def load(cls, dtype: str, *, deterministic: bool = False, max_model_len: int = 2048, model: str = MODEL) -> Engines:
-        """Load the model. What is not set is as `EngineConfig` has it."""
+    def load(
+        cls, dtype: str, *, deterministic: bool = False, max_model_len: int = 2048, model: str = MODEL, **settings: Any
+    ) -> Engines:
+        """Load the model; `settings` are further ones of `EngineConfig`. What is not set is as that has it."""
         from engine.build import build_engine
         from engine.config import EngineConfig
 
@@ -32,6 +34,7 @@ class Engines:
             max_model_len=max_model_len,
             num_blocks=1,
             deterministic=deterministic,
+            **settings,
         )
         return cls(build_engine(config))
 
