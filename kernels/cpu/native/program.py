@@ -91,6 +91,11 @@ class Program:
 class _Guard(TorchDispatchMode):
     """Refuses what torch would compute while a pass is recorded: the program would lack it."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Else the first operation imports torch's compiler, which takes seconds.
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
