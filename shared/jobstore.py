@@ -10,6 +10,7 @@ import structlog
 
 from shared import keys, scripts
 from shared.calls import AsyncClient, SyncClient, node_of, run, run_everywhere, run_sync
+from shared.cluster import Cluster, SyncCluster
 from shared.errors import (
     ConflictError,
     ForeignDataError,
@@ -119,12 +120,14 @@ class JobStore:
     async def publish(self, items: Sequence[Publish]) -> list[Publication]:
         """Append frames and end jobs, in one pipeline; one answer per item. Frames that are there count as sent.
 
-        In a cluster that is one pipeline per node. Where a node is away its items are answered AWAY: repeat them.
+        In a cluster that is one pipeline per node. Where a node is away its items are answered AWAY, also where nothing
+        else was sent: repeat them.
 
         Raises:
             ProtocolError: a gap in a job's sequence numbers. The other items were published; they may be repeated.
         """
-        return [scripts.parse_publication(a) for a in await self._run_all([scripts.publish(item) for item in items])]
+        answers = await run(self._redis, [scripts.publish(item) for item in items])
+        return _publications(answers, several=isinstance(self._redis, Cluster))
 
     async def renew(self, owner: str, jobs: Sequence[Owned]) -> list[Publication]:
         """Keep jobs for another lease, in one pipeline; one answer per job, AWAY as in `publish`."""
@@ -327,7 +330,8 @@ class SyncJobStore:
 
     def publish(self, items: Sequence[Publish]) -> list[Publication]:
         """See `JobStore.publish`."""
-        return [scripts.parse_publication(a) for a in self._run_all([scripts.publish(item) for item in items])]
+        answers = run_sync(self._redis, [scripts.publish(item) for item in items])
+        return _publications(answers, several=isinstance(self._redis, SyncCluster))
 
     def renew(self, owner: str, jobs: Sequence[Owned]) -> list[Publication]:
         """See `JobStore.renew`."""
@@ -353,14 +357,21 @@ def _plain(command: str, key: str, *arguments: Any) -> Call:
     return Call((command, key, *arguments), key)
 
 
-def _checked(answers: list[Any]) -> list[Any]:
+def _publications(answers: list[Any], *, several: bool) -> list[Publication]:
+    """Answers to `publish`, by one node or by several. A node that is away says nothing of the others, even where
+    nothing was sent to them: their frames must not wait for it."""
+    return [scripts.parse_publication(answer) for answer in _checked(answers, whole=not several)]
+
+
+def _checked(answers: list[Any], *, whole: bool = True) -> list[Any]:
     """Answers, with errors as callers see them. Two kinds stay among the others, which were done: what Redis refuses
-    for its data (ForeignDataError), and what is away (ServiceUnavailableError) unless nothing else was answered."""
+    for its data (ForeignDataError), and what is away (ServiceUnavailableError). With `whole` that is an error where
+    nothing else was answered."""
     checked = [typed(answer) if isinstance(answer, Exception) else answer for answer in answers]
     for answer in checked:
         if isinstance(answer, Exception) and not isinstance(answer, ForeignDataError | ServiceUnavailableError):
             raise answer
-    if checked and all(isinstance(answer, ServiceUnavailableError) for answer in checked):
+    if whole and checked and all(isinstance(answer, ServiceUnavailableError) for answer in checked):
         raise checked[0]
     return checked
 

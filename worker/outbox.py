@@ -59,6 +59,7 @@ class Outbox:
         ending: set with the last frame.
         handover: give the job back once everything is sent.
         told: its cancel was passed on.
+        put_offs: times in a row that its node was away.
         summary: of the ended job.
         began, first_token: monotonic seconds, None if not yet.
     """
@@ -69,6 +70,7 @@ class Outbox:
     ending: Ending | None = None
     handover: bool = False
     told: bool = False
+    put_offs: int = 0
     summary: tuple[Usage, Timings] = (Usage(), Timings())
     began: float | None = None
     first_token: float | None = None
@@ -121,7 +123,7 @@ class Outbox:
     def accepted(self) -> int:
         """What `take` answered last is in Redis. Answers about how many bytes wait no more."""
         del self._frames[: self._taken]
-        self._taken = 0
+        self._taken = self.put_offs = 0
         if not self._frames:
             freed, self.due, self.weight = self.weight, None, 0
             return freed

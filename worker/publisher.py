@@ -31,6 +31,8 @@ _T = TypeVar("_T")
 #: Bytes of frames in one pipeline, above which the jobs that are left wait for the next.
 _PIPELINE_BYTES = 4 * 1024 * 1024
 
+#: Of the longest pause before frames are sent again.
+_MOST_DOUBLINGS = 6
 #: Redis is away, loading, full, read-only or in trouble.
 REDIS_TROUBLE = (redis.RedisError, OSError, ServiceUnavailableError)
 
@@ -186,11 +188,14 @@ class Publisher(WatchedThread):
         self._metrics.publish_errors.inc()
         if self._put_offs in (1, 10, 100):
             _log.warning("cannot reach the node of some jobs, trying again", attempt=self._put_offs, jobs=len(boxes))
-        pause = random.uniform(0.0, min(2.0, 0.05 * 2**self._put_offs))
+        pauses = []
         for box in boxes:
-            box.due = time.monotonic() + pause
+            # Each job's own count: a round with the dead node holds the others up, so such rounds become rare.
+            box.put_offs = min(box.put_offs + 1, _MOST_DOUBLINGS)
+            pauses.append(random.uniform(0.0, min(2.0, 0.05 * 2**box.put_offs)))
+            box.due = time.monotonic() + pauses[-1]
         if self._closing:
-            self._pause(pause)
+            self._pause(min(pauses))
 
     def _alone(self, item: Publish) -> Publication | None:
         """The answer to one job's frames alone; None if Redis has forgotten some that came before."""
@@ -213,7 +218,7 @@ class Publisher(WatchedThread):
         if answer is Publication.AWAY:
             return
         if answer is Publication.BROKEN:
-            self._give_up_on(job)
+            self._give_up_on(box)
             return
         if answer is Publication.FENCED:
             self._metrics.fenced.inc()
@@ -229,13 +234,16 @@ class Publisher(WatchedThread):
             box.told = True
             self._on_end(job, Cause.CANCELLED)
 
-    def _give_up_on(self, job: HeldJob) -> None:
+    def _give_up_on(self, box: Outbox) -> None:
         """End a job whose keys hold what cannot be read or written; the others must not wait for it."""
+        job = box.job
         error = ForeignDataError("what Redis holds of the job is not what was written there")
         _log.error("a job's data is broken, it is given up", job_id=job.id)
         try:
-            if self._retry(lambda: self._store.bury(self._owner, job.owned, error)) is None:
-                return
+            self._store.bury(self._owner, job.owned, error)
+        except REDIS_TROUBLE:
+            self._put_off([box])
+            return
         except ProtocolError as too_broken:
             _log.error("a job cannot even be buried", job_id=job.id, error=too_broken.message)
         self._let_go(job)

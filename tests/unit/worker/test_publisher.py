@@ -15,6 +15,7 @@ from tests.unit.worker.parts import FakeStore, away, delta, held, progress
 from worker.holdings import Holdings
 from worker.job import Cause, Handover, HeldJob, Progress
 from worker.metrics import WorkerMetrics
+from worker.outbox import Outbox
 from worker.publisher import Publisher
 
 
@@ -105,6 +106,30 @@ def test_frames_whose_node_is_away_hold_nobody_up(setup: Setup) -> None:
     setup.publisher.put([Handover(gone)])
     assert setup.publisher.close(20)
     assert setup.ids(gone) == [0, 1, 2] and setup.store.released == [gone.id]
+
+
+def test_a_pipeline_of_nothing_but_a_dead_nodes_frames_holds_nobody_up(setup: Setup) -> None:
+    gone, other = setup.job(), setup.job()
+    dead = threading.Event()
+    publish = setup.store.publish
+
+    def one_node_away(items):  # type: ignore[no-untyped-def]
+        if dead.is_set():
+            return publish(items)
+        rest = [item for item in items if item.job_id != gone.id]
+        answers = iter(publish(rest) if rest else [])
+        return [Publication.AWAY if item.job_id == gone.id else next(answers) for item in items]
+
+    setup.store.publish = one_node_away  # type: ignore[method-assign]
+    setup.publisher.put([progress(gone, delta(0, 0, 0))])
+    for n in range(1500):  # more than a number can be doubled
+        setup.publisher._put_off([Outbox(gone, put_offs=n)])
+    setup.publisher.put([progress(other, delta(0, 0, 0), status="completed")])
+    setup.store.wait_calls(1)
+    assert setup.ids(other) == [0] and gone.id not in setup.store.frames
+    dead.set()
+    assert setup.publisher.close(20)
+    assert setup.ids(gone) == [0]
 
 
 def test_a_job_that_cannot_be_handed_back_holds_nobody_up(setup: Setup) -> None:
