@@ -125,7 +125,10 @@ class EngineConfig:
             raise ValueError(f"cpu_kernels must be one of {', '.join(get_args(CpuKernels))}, not {self.cpu_kernels!r}")
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ValueError(f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras})")
-        for name in ("max_loras", "max_lora_rank"):
+        for name, names in (("device", get_args(Device)), ("dtype", get_args(DType))):
+            if getattr(self, name) not in names:
+                raise ValueError(f"{name} must be one of {', '.join(names)}, not {getattr(self, name)!r}")
+        for name in ("max_loras", "max_lora_rank", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("max_model_len", "num_blocks", "kv_cache_memory_mb", "threads"):

@@ -71,14 +71,16 @@ class Limiter:
         for name, wanted, limit in (("jobs", len(jobs), most.jobs), ("tokens", tokens, most.tokens)):
             if limit is not None and wanted > limit:
                 raise InvalidRequestError(
-                    f"the request needs {wanted} {name} in the queue; {limit} may be queued for an API key",
+                    f"the request needs {wanted} {name} in the queue, prompt and max_tokens of all choices; "
+                    f"{limit} may be queued for an API key",
                     code="tenant_queue_full",
                 )
         count = await self._queues.enter(tenant, jobs)
         if not count.allowed:
             state = self._loads.of(pool)
             raise OverloadedError(
-                f"too much is queued for this API key: {_limited(count, most)}",
+                f"too much counts as queued for this API key, for a second after it has begun too: "
+                f"{_limited(count, most)}",
                 code="tenant_queue_full",
                 retry_after=state.retry_after(),
             )

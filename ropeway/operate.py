@@ -11,14 +11,15 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from ropeway.console import EXIT_USAGE, fail, out
 from ropeway.options import Given, build, with_settings
 from shared.connect import connect
-from shared.errors import ProtocolError, RopewayError
+from shared.errors import ProtocolError, RopewayError, ServiceUnavailableError
 from shared.jobs import DeadLetter, LaneLoad
 from shared.protocol import Envelope, decode
+from shared.redis_url import mask
 from shared.settings import CommonSettings
 from shared.upkeep import Upkeep
 
@@ -65,11 +66,11 @@ def list_dead(
     if as_json:
         out.out(json.dumps([_plain(letter) for letter in letters], indent=2), highlight=False)
         return
-    table = Table("job", "buried", "attempts", "reason", "error")
+    table = Table(_whole("job"), "buried", "attempts", "reason", "error")
     for letter in letters:
         error = letter.error.message if letter.error is not None else ""
         table.add_row(letter.job_id, _time(letter.buried_ms), str(letter.attempts), letter.reason, error)
-    out.print(table if letters else "no dead letters")
+    out.print(table if letters else "no dead letters", crop=False)
 
 
 @dead.command("show")
@@ -152,7 +153,7 @@ def list_pools(given: Given, as_json: Json = False) -> None:
     if as_json:
         out.out(json.dumps([dataclasses.asdict(state) for state in states], indent=2), highlight=False)
         return
-    table = Table("pool", "state", "workers", "queued", "running")
+    table = Table(_whole("pool"), "state", "workers", "queued", "running")
     for state in states:
         jobs = state.load
         table.add_row(
@@ -162,7 +163,7 @@ def list_pools(given: Given, as_json: Json = False) -> None:
             f"{jobs.queued_jobs} jobs, {jobs.queued_tokens} tokens",
             f"{jobs.running_jobs} jobs, {jobs.running_tokens} tokens",
         )
-    out.print(table if states else "no pools")
+    out.print(table if states else "no pools", crop=False)
 
 
 @pool.command("pause")
@@ -177,6 +178,11 @@ def pause_pool(given: Given, name: PoolName) -> None:
 def unpause_pool(given: Given, name: PoolName) -> None:
     """Let a paused pool's workers take jobs again."""
     _run(given, lambda upkeep: _existing(upkeep, name, upkeep.unpause))
+
+
+def _whole(title: str) -> Column:
+    """A column of names that other commands take: never cut, however narrow the terminal is."""
+    return Column(title, no_wrap=True, overflow="ignore", min_width=8)
 
 
 async def _existing(upkeep: Upkeep, name: str, call: Callable[[str], Awaitable[None]]) -> None:
@@ -209,6 +215,8 @@ def _run(given: Given, call: Callable[[Upkeep], Awaitable[T]]) -> T:
 
     try:
         return asyncio.run(main())
+    except ServiceUnavailableError as error:
+        fail(f"{error.message} ({mask(settings.redis_url)}; --redis or ROPEWAY_REDIS_URL names another one)")
     except RopewayError as error:
         fail(error.message)
 

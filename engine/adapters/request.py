@@ -56,9 +56,12 @@ class NamedAdapters:
 
         Raises:
             AdapterError: one cannot be read; nothing has changed then.
+            InvalidRequestError: a name is not one, or there twice.
             UnsupportedParameterError: adapters are not enabled.
         """
         identities = {request.lora_name: self._identity(request) for request in requests}
+        if len(identities) < len(requests):
+            raise InvalidRequestError("lora_name: the same name twice", param="lora_name")
         library = self._enabled()
         for identity in set(self._names.values()) - set(identities.values()):
             library.unregister(identity)
@@ -92,7 +95,10 @@ class NamedAdapters:
             raise InvalidRequestError("lora_name: letters, digits, `._-` and one slash at most", param="lora_name")
         if not request.lora_path:
             raise AdapterError("lora_path: must name the adapter's folder", param="lora_path")
-        return content_identity(Path(request.lora_path))
+        try:
+            return content_identity(Path(request.lora_path))
+        except AdapterError as error:
+            raise AdapterError(f"adapter {request.lora_name}: {error.message}", param="lora_path") from None
 
     def _enabled(self) -> AdapterLibrary:
         if self._library is None:

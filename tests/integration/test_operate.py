@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
+from rich.console import Console
+from rich.table import Table
 from typer.testing import CliRunner, Result
 
 from gateway.metrics import GatewayMetrics
 from gateway.sweeper import Sweeper
-from ropeway import cli
+from ropeway import cli, operate
 from shared import keys
 from shared.connect import connect
 from shared.errors import ServiceUnavailableError
@@ -211,3 +214,13 @@ async def test_an_error_in_any_step_of_the_sweep_stops_no_other(
 async def _away(pool: str) -> AsyncIterator[str]:
     raise ServiceUnavailableError("this node is away")
     yield pool
+
+
+def test_names_are_whole_in_a_narrow_terminal() -> None:
+    """Other commands take them."""
+    name = "a-pool-whose-name-is-longer-than-many-a-terminal-is-wide.15.01a22d1d94b8c2c2c2c2"
+    table = Table(operate._whole("job"), "reason", "error")
+    table.add_row(name, "workers died", "the job was given up: its workers died again and again")
+    console = Console(width=80, file=io.StringIO())
+    console.print(table, crop=False)
+    assert name in console.file.getvalue()  # type: ignore[attr-defined]

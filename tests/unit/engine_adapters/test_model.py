@@ -216,3 +216,11 @@ def test_a_batch_without_adapters_is_the_base_model_bit_for_bit(world: World, ke
     ours, wanted = (generate(each, [prompt(4, 9)], [None], prompt_logprobs=3)[0] for each in (llm, plain))
     assert ours.prompt_logprobs == wanted.prompt_logprobs
     assert ours.outputs[0].logprobs == wanted.outputs[0].logprobs
+
+
+def test_the_same_name_twice_changes_nothing(world: World) -> None:
+    llm = make(world, "torch")
+    before = llm.list_adapters()
+    with pytest.raises(InvalidRequestError, match="twice"):
+        llm.set_adapters([world.requests()[0], world.requests()[0]])
+    assert llm.list_adapters() == before

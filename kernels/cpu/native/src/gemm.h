@@ -29,8 +29,8 @@ static __attribute__((noinline)) void tile(const bf16* a, int64_t stride, const 
     };
     for (int64_t i = k / 2; i > 0; i--) {
         __m512bh b0 = (__m512bh)_mm512_loadu_si512(b), b1 = (__m512bh)_mm512_loadu_si512(b + 64);
-        _mm_prefetch(b + 1024, _MM_HINT_T0);
-        _mm_prefetch(b + 1088, _MM_HINT_T0);
+        _mm_prefetch(b + 2048, _MM_HINT_T0);
+        _mm_prefetch(b + 2112, _MM_HINT_T0);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
             int32_t pair;
