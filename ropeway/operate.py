@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 import typer
-from rich.table import Column, Table
+from rich.table import Table
 
 from ropeway.console import EXIT_USAGE, fail, out
 from ropeway.options import Given, build, with_settings
@@ -31,6 +31,8 @@ pool = typer.Typer(help="Pools: list, pause, unpause.", no_args_is_help=True)
 JobIds = Annotated[list[str], typer.Argument(help="Ids of dead jobs.")]
 Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
 PoolName = Annotated[str, typer.Argument(help="Name of the pool.")]
+#: Least width of all columns but the first.
+_OTHER_COLUMNS = 60
 #: Seconds that a worker may miss its heartbeat and still counts as alive.
 _WORKER_TTL_MS = 15_000
 
@@ -66,11 +68,11 @@ def list_dead(
     if as_json:
         out.out(json.dumps([_plain(letter) for letter in letters], indent=2), highlight=False)
         return
-    table = Table(_whole("job"), "buried", "attempts", "reason", "error")
+    table = Table("job", "buried", "attempts", "reason", "error")
     for letter in letters:
         error = letter.error.message if letter.error is not None else ""
         table.add_row(letter.job_id, _time(letter.buried_ms), str(letter.attempts), letter.reason, error)
-    out.print(table if letters else "no dead letters", crop=False)
+    _show(table, [letter.job_id for letter in letters], "no dead letters")
 
 
 @dead.command("show")
@@ -153,7 +155,7 @@ def list_pools(given: Given, as_json: Json = False) -> None:
     if as_json:
         out.out(json.dumps([dataclasses.asdict(state) for state in states], indent=2), highlight=False)
         return
-    table = Table(_whole("pool"), "state", "workers", "queued", "running")
+    table = Table("pool", "state", "workers", "queued", "running")
     for state in states:
         jobs = state.load
         table.add_row(
@@ -163,7 +165,7 @@ def list_pools(given: Given, as_json: Json = False) -> None:
             f"{jobs.queued_jobs} jobs, {jobs.queued_tokens} tokens",
             f"{jobs.running_jobs} jobs, {jobs.running_tokens} tokens",
         )
-    out.print(table if states else "no pools", crop=False)
+    _show(table, [state.name for state in states], "no pools")
 
 
 @pool.command("pause")
@@ -180,9 +182,14 @@ def unpause_pool(given: Given, name: PoolName) -> None:
     _run(given, lambda upkeep: _existing(upkeep, name, upkeep.unpause))
 
 
-def _whole(title: str) -> Column:
-    """A column of names that other commands take: never cut, however narrow the terminal is."""
-    return Column(title, no_wrap=True, overflow="ignore", min_width=8)
+def _show(table: Table, names: Sequence[str], nothing: str) -> None:
+    """Print a table whose first column has names that other commands take: whole, however narrow the terminal is."""
+    if not names:
+        out.print(nothing)
+        return
+    table.columns[0].no_wrap = True
+    out.width = max(out.width, max(map(len, names)) + _OTHER_COLUMNS)
+    out.print(table)
 
 
 async def _existing(upkeep: Upkeep, name: str, call: Callable[[str], Awaitable[None]]) -> None:

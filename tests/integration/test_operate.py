@@ -216,11 +216,14 @@ async def _away(pool: str) -> AsyncIterator[str]:
     yield pool
 
 
-def test_names_are_whole_in_a_narrow_terminal() -> None:
+@pytest.mark.parametrize(
+    "name", ["pool.0.01a2", "a-pool-whose-name-is-longer-than-many-a-terminal-is-wide.15.01a22d1d94b8c2c2"]
+)
+def test_names_are_whole_in_a_narrow_terminal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other commands take them."""
-    name = "a-pool-whose-name-is-longer-than-many-a-terminal-is-wide.15.01a22d1d94b8c2c2c2c2"
-    table = Table(operate._whole("job"), "reason", "error")
-    table.add_row(name, "workers died", "the job was given up: its workers died again and again")
     console = Console(width=80, file=io.StringIO())
-    console.print(table, crop=False)
+    monkeypatch.setattr(operate, "out", console)
+    table = Table("job", "buried", "attempts", "reason", "error")
+    table.add_row(name, "2026-11-30T18:00:00", "5", "workers died", "the job was given up: its workers died again")
+    operate._show(table, [name], "none")
     assert name in console.file.getvalue()  # type: ignore[attr-defined]
