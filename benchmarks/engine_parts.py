@@ -99,19 +99,10 @@ def longest_gap(engines: Engines, streams: int, threshold: int | None) -> dict[s
     engine = engines.make(num_blocks=1024, enable_prefix_caching=False, **settings)
     for index, prompt in enumerate(workload(count=streams)):
         engine.add(EngineRequest(str(index), prompt, greedy(1024)))
-    heard: dict[str, float] = {}
-    while len(heard) < streams:
-        for output in engine.step():
-            if output.choices:
-                heard[output.request_id] = time.perf_counter()
-    plain = []
-    for _ in range(PLAIN_STEPS):
-        start = time.perf_counter()
-        engine.step()
-        plain.append(time.perf_counter() - start)
+    names, step = settled(engine, streams)
     late = EngineRequest("long", corpus()[:LONG_PROMPT], greedy(1))
     arrival = time.perf_counter()
-    heard = dict.fromkeys(heard, arrival)
+    heard = dict.fromkeys(names, arrival)
     engine.add(late)
     longest, decoded, waiting = 0.0, 0, True
     while waiting:
@@ -125,13 +116,25 @@ def longest_gap(engines: Engines, streams: int, threshold: int | None) -> dict[s
                 heard[output.request_id] = now
                 decoded += 1
     seconds = time.perf_counter() - arrival
-    step = statistics.median(plain)
     return {
         "longest_gap_steps": longest / step,
         "long_ttft_s": seconds,
         "plain_step_ms": 1e3 * step,
         "gap_tok_s": (LONG_PROMPT + decoded) / seconds,
     }
+
+
+def settled(engine: Engine, streams: int) -> tuple[set[str], float]:
+    """Step until so many streams decode; their names, and the median seconds of the steps that follow."""
+    names: set[str] = set()
+    while len(names) < streams:
+        names |= {output.request_id for output in engine.step() if output.choices}
+    plain = []
+    for _ in range(PLAIN_STEPS):
+        start = time.perf_counter()
+        engine.step()
+        plain.append(time.perf_counter() - start)
+    return names, statistics.median(plain)
 
 
 def sampling(engines: Engines, prompts: list[list[int]], rounds: int, tokens: int) -> dict[str, float]:

@@ -24,6 +24,7 @@ import typer
 
 from benchmarks.adapters import LINEAR, write_adapter
 from benchmarks.common import MODEL, report, workload
+from benchmarks.engine_parts import settled
 from shared.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -34,8 +35,6 @@ RANK = 16
 SLOTS, IN_MEMORY = 8, 32
 REGISTERED = 200
 STREAMS = 8
-#: Steps before a load, from which the plain one is taken.
-PLAIN_STEPS = 16
 PARITY: dict[str, dict[str, Any]] = {
     "plain": {},
     "rslora": {"use_rslora": True},
@@ -112,17 +111,11 @@ def gap(llm: LLM, adapter: Any) -> dict[str, float]:
     known, late = names.resolve("a0"), names.resolve(adapter)
     for index, prompt in enumerate(workload(count=STREAMS)):
         engine.add(EngineRequest(str(index), prompt, greedy(2000), adapter=known))
-    heard: dict[str, float] = {}
-    while len(heard) < STREAMS:
-        heard |= {output.request_id: 0.0 for output in engine.step() if output.choices}
-    plain = []
-    for _ in range(PLAIN_STEPS):
-        start = time.perf_counter()
-        engine.step()
-        plain.append(time.perf_counter() - start)
+    request = EngineRequest("late", workload()[4][:8], greedy(2), adapter=late)
+    streams, step = settled(engine, STREAMS)
     arrival = time.perf_counter()
-    heard = dict.fromkeys(heard, arrival)
-    engine.add(EngineRequest("late", workload()[4][:8], greedy(2), adapter=late))
+    heard = dict.fromkeys(streams, arrival)
+    engine.add(request)
     longest, waiting = 0.0, True
     while waiting:
         outputs = engine.step()
@@ -134,7 +127,7 @@ def gap(llm: LLM, adapter: Any) -> dict[str, float]:
                 longest, heard[output.request_id] = max(longest, now - heard[output.request_id]), now
     for name in [*heard, "late"]:
         engine.abort(name)
-    return {"load_gap_steps": longest / statistics.median(plain), "load_ms": 1e3 * (now - arrival)}
+    return {"load_gap_steps": longest / step, "load_ms": 1e3 * (now - arrival)}
 
 
 def parity(folder: Path, config: ModelConfig) -> dict[str, float]:

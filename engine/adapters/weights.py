@@ -99,6 +99,8 @@ def load_adapter(
         AdapterError: it cannot be served on this model, and why.
     """
     config = read_config(folder)
+    # Hashing reads the file without the interpreter's lock; what follows holds it, and must not wait for a disk.
+    identity = content_identity(folder)
     pairs, copies = _pairs(_read(_weights_file(folder)))
     _check_modules(config, sorted(pairs.keys() | copies), targets)
     for module, tensor in copies.items():
@@ -107,7 +109,7 @@ def load_adapter(
     rank = max(part.a.shape[0] for part in parts.values())
     if rank > max_rank:
         raise AdapterError(f"r: the adapter's rank is {rank}, at most {max_rank} is served (max_lora_rank)")
-    return Adapter(content_identity(folder), rank, parts)
+    return Adapter(identity, rank, parts)
 
 
 def _weights_file(folder: Path) -> Path:
