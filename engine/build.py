@@ -59,8 +59,11 @@ def build_engine(config: EngineConfig) -> Engine:
     checkpoint.tensors.clear()
     give_back_freed_memory()
     num_blocks = _count_blocks(config, model, max_model_len)
-    slots = DeviceAdapters(model_config, config.max_loras, config.max_lora_rank, dtype, device)
-    runner = _runner(model, checkpoint, ops, num_blocks, config.block_size, slots if config.enable_lora else None)
+    slots = library = None
+    if config.enable_lora:
+        slots = DeviceAdapters(model_config, config.max_loras, config.max_lora_rank, dtype, device)
+        library = _library(config, model)
+    runner = _runner(model, checkpoint, ops, num_blocks, config.block_size, slots)
     scheduler = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
@@ -73,7 +76,6 @@ def build_engine(config: EngineConfig) -> Engine:
     logger.info(
         "model %s: %s on %s, %d KV blocks of %d tokens", info.name, info.dtype, device, num_blocks, config.block_size
     )
-    library = _library(config, model) if config.enable_lora else None
     return Engine(runner, info, checkpoint.bundle.tokenizer, scheduler, library)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from kernels.lora import LoraBatch, LoraLayer
@@ -21,8 +23,7 @@ def lora_delta(x: torch.Tensor, layer: LoraLayer, batch: LoraBatch) -> torch.Ten
         [tokens, outputs] float32.
     """
     delta = x.new_zeros((len(x), layer.b.shape[2]), dtype=torch.float32)
-    for slot in batch.active.tolist():
-        rows = torch.nonzero(torch.from_numpy(batch.slots == slot).to(x.device)).squeeze(1)
+    for slot, rows in _rows_by_slot(batch, x.device):
         first = 0
         for part, width in enumerate(layer.widths.tolist()):
             low = x[rows].float() @ layer.a[slot, part].float().T
@@ -44,7 +45,11 @@ def embed_delta(ids: torch.Tensor, layer: LoraLayer, batch: LoraBatch) -> torch.
         [tokens, hidden] float32.
     """
     delta = torch.zeros((len(ids), layer.b.shape[2]), device=ids.device)
-    for slot in batch.active.tolist():
-        rows = torch.nonzero(torch.from_numpy(batch.slots == slot).to(ids.device)).squeeze(1)
+    for slot, rows in _rows_by_slot(batch, ids.device):
         delta[rows] = layer.a[slot, 0, ids[rows]].float() @ layer.b[slot].float()
     return delta
+
+
+def _rows_by_slot(batch: LoraBatch, device: torch.device) -> Iterator[tuple[int, torch.Tensor]]:
+    for slot in batch.active.tolist():
+        yield slot, torch.from_numpy((batch.slots == slot).nonzero()[0]).to(device)
