@@ -35,6 +35,7 @@ from shared.jobs import (
 )
 from shared.keys import JobId
 from shared.protocol import (
+    AdapterTargets,
     Card,
     Envelope,
     JobStatus,
@@ -227,8 +228,8 @@ class JobStore:
             The card that holds.
 
         Raises:
-            ConflictError: it differs in wire version, model, lanes, context or vocabulary. It is replaced only where no
-                worker lives and nothing is queued or running.
+            ConflictError: it differs in wire version, model, lanes, context, vocabulary or largest rank of adapters. It
+                is replaced only where no worker lives and nothing is queued or running.
         """
         agreement, data, tokenizer = scripts.agreement(card), encode(card), encode(bundle)
         held, found, live = await self._run(scripts.join(card.pool, agreement, data, tokenizer, ""))
@@ -237,8 +238,8 @@ class JobStore:
             held, found, live = await self._run(call)
         if held.decode() != agreement:
             raise ConflictError(
-                f"pool {card.pool} has another card: wire version, model digest, lanes, context and vocabulary are "
-                f"{held.decode()} there and {agreement} here"
+                f"pool {card.pool} has another card: wire version, model digest, lanes, context, vocabulary and "
+                f"largest adapter rank are {held.decode()} there and {agreement} here"
             )
         await self._ask("SADD", keys.pools(), card.pool)
         try:
@@ -252,6 +253,15 @@ class JobStore:
         """The pool's card, or None. Raises VersionError for a card of another wire version."""
         data = await self._ask("HGET", keys.card(pool), "card")
         return None if data is None else decode(data, Card)
+
+    async def put_targets(self, pool: str, targets: AdapterTargets) -> None:
+        """Say what an adapter of the pool may change."""
+        await self._ask("SET", keys.adapter_targets(pool), encode(targets))
+
+    async def get_targets(self, pool: str) -> AdapterTargets | None:
+        """What an adapter of the pool may change; None where it serves none, or no worker has been there."""
+        data = await self._ask("GET", keys.adapter_targets(pool))
+        return None if data is None else decode(data, AdapterTargets)
 
     async def get_bundle(self, pool: str) -> TokenizerBundle | None:
         """The pool's tokenizer and chat template, or None."""

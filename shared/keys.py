@@ -123,6 +123,11 @@ def tokenizer(pool: str) -> str:
     return f"rw:{{{pool}}}:tok"
 
 
+def adapter_targets(pool: str) -> str:
+    """String: what an adapter of the pool may change, msgpack; only where its workers serve adapters."""
+    return f"rw:{{{pool}}}:lora"
+
+
 def workers(pool: str) -> str:
     """Sorted set of owners by heartbeat, in milliseconds of Redis's clock."""
     return f"rw:{{{pool}}}:workers"

@@ -55,6 +55,8 @@ class Envelope(msgspec.Struct, kw_only=True):
         tenant: who is charged; from the key, never from the body.
         model: the name that the client asked for.
         adapter: adapter name, or None for the base model.
+        adapter_identity: hash of the adapter's content, resolved when the job was submitted: the job is computed with
+            that content whatever becomes of the name. None for the base model.
         prompt_token_ids: the prompt, tokenized by the gateway. Its text does not travel.
         sampling: `seed` is always set, by the client or by the gateway.
         kind: which API shape the result is shown in.
@@ -73,6 +75,7 @@ class Envelope(msgspec.Struct, kw_only=True):
     tenant: str = "default"
     model: str
     adapter: str | None = None
+    adapter_identity: str | None = None
     prompt_token_ids: list[int]
     sampling: SamplingParams
     kind: Literal["chat", "completion"] = "completion"
@@ -222,6 +225,7 @@ class Card(msgspec.Struct, kw_only=True):
         kv_tokens: tokens in the KV cache of the worker that wrote the card; live workers report their own.
         dtype: of the weights in use, for people.
         sampling_defaults: of the model's generation config (temperature, top_p, top_k ...), where it has any.
+        max_lora_rank: largest rank of an adapter that the pool's workers serve; 0: they serve no adapters.
     """
 
     v: int = WIRE_VERSION
@@ -235,6 +239,20 @@ class Card(msgspec.Struct, kw_only=True):
     dtype: str = ""
     created_ms: int = 0
     sampling_defaults: dict[str, float] = {}
+    max_lora_rank: int = 0
+
+
+class AdapterTargets(msgspec.Struct, kw_only=True):
+    """What an adapter of a pool may change, so that one can be checked where the model is not.
+
+    Attributes:
+        modules: inputs and outputs of each module, by its Hugging Face name. An embedding's inputs are the vocabulary.
+        max_lora_rank: largest rank that is served.
+    """
+
+    v: int = WIRE_VERSION
+    modules: dict[str, tuple[int, int]]
+    max_lora_rank: int
 
 
 class TokenizerBundle(msgspec.Struct, kw_only=True):
@@ -253,7 +271,15 @@ class TokenizerBundle(msgspec.Struct, kw_only=True):
 
 
 class WorkerInfo(msgspec.Struct, kw_only=True):
-    """A worker's entry in the registry, renewed with each heartbeat."""
+    """A worker's entry in the registry, renewed with each heartbeat.
+
+    Attributes:
+        adapters: identities of the adapters on the device.
+        adapters_in_memory: of those in memory, on the device or not.
+        adapters_loading: of those that are being read.
+        adapters_failed: why others could not be read, by identity, lately.
+        max_loras: slots on the device; 0: no adapters.
+    """
 
     v: int = WIRE_VERSION
     owner: str
@@ -267,15 +293,20 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     free_blocks: int = 0
     total_blocks: int = 0
     adapters: list[str] = []
+    adapters_in_memory: list[str] = []
+    adapters_loading: list[str] = []
+    adapters_failed: dict[str, str] = {}
+    max_loras: int = 0
 
 
-T = TypeVar("T", Envelope, Frame, Result, Card, TokenizerBundle, WorkerInfo)
+T = TypeVar("T", Envelope, Frame, Result, Card, AdapterTargets, TokenizerBundle, WorkerInfo)
 
 _LIMITS: Final[dict[type[Any], int]] = {
     Envelope: MAX_ENVELOPE_BYTES,
     Frame: MAX_FRAME_BYTES,
     Result: MAX_RESULT_BYTES,
     Card: 1024 * 1024,
+    AdapterTargets: 1024 * 1024,
     TokenizerBundle: MAX_TOKENIZER_BYTES,
     WorkerInfo: 1024 * 1024,
 }
@@ -291,7 +322,7 @@ _VERSION = msgspec.msgpack.Decoder(_Version)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def encode(message: Envelope | Frame | Result | Card | TokenizerBundle | WorkerInfo) -> bytes:
+def encode(message: Envelope | Frame | Result | Card | AdapterTargets | TokenizerBundle | WorkerInfo) -> bytes:
     """The message as a msgpack map.
 
     Raises:

@@ -390,7 +390,8 @@ def parse_frame(fields: dict[bytes, bytes]) -> bytes:
 
 def agreement(card: Card) -> str:
     """What all members of a pool have in common."""
-    return f"{card.v}:{card.digest}:{card.lanes}:{card.max_model_len}:{card.vocab_size}"
+    adapters = f":lora{card.max_lora_rank}" if card.max_lora_rank else ""
+    return f"{card.v}:{card.digest}:{card.lanes}:{card.max_model_len}:{card.vocab_size}{adapters}"
 
 
 def parse_load(values: Sequence[bytes | None]) -> LaneLoad:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from shared import protocol
 from shared.errors import JobExpiredError, ProtocolError, VersionError
 from shared.protocol import (
+    AdapterTargets,
     Card,
     ChoiceFrame,
     ChoiceResult,
@@ -72,7 +73,8 @@ SAMPLING = st.builds(
 )
 ENVELOPE = st.builds(
     Envelope,
-    id=TEXT, tenant=TEXT, model=TEXT, adapter=OPTIONAL_TEXT, prompt_token_ids=TOKENS, sampling=SAMPLING,
+    id=TEXT, tenant=TEXT, model=TEXT, adapter=OPTIONAL_TEXT, adapter_identity=OPTIONAL_TEXT,
+    prompt_token_ids=TOKENS, sampling=SAMPLING,
     kind=st.sampled_from(["chat", "completion"]), job_class=st.sampled_from(["high", "normal", "batch"]),
     cache_salt=OPTIONAL_TEXT, flush_ms=COUNT, callback_url=OPTIONAL_TEXT, request_id=OPTIONAL_TEXT, metadata=MAPPING,
     trace=MAPPING, created_ms=COUNT,
@@ -116,21 +118,26 @@ RESULT = st.builds(
 CARD = st.builds(
     Card, pool=TEXT, digest=TEXT, lanes=COUNT, max_model_len=COUNT, vocab_size=COUNT, eos_token_ids=TOKENS,
     kv_tokens=COUNT, dtype=TEXT, created_ms=COUNT, sampling_defaults=st.dictionaries(TEXT, FINITE, max_size=3),
+    max_lora_rank=COUNT,
 )  # fmt: skip
+TARGETS = st.builds(
+    AdapterTargets, modules=st.dictionaries(TEXT, st.tuples(COUNT, COUNT), max_size=3), max_lora_rank=COUNT
+)
 BUNDLE = st.builds(
     TokenizerBundle, tokenizer_json=TEXT, chat_template=OPTIONAL_TEXT, special_tokens=MAPPING
 )  # fmt: skip
 WORKER = st.builds(
     WorkerInfo, owner=TEXT, state=st.sampled_from(["starting", "ready", "draining"]), version=TEXT, started_ms=COUNT,
     kv_tokens=COUNT, max_num_seqs=COUNT, running=COUNT, waiting=COUNT, free_blocks=COUNT, total_blocks=COUNT,
-    adapters=st.lists(TEXT, max_size=3),
+    adapters=st.lists(TEXT, max_size=3), adapters_in_memory=st.lists(TEXT, max_size=3),
+    adapters_loading=st.lists(TEXT, max_size=3), adapters_failed=MAPPING, max_loras=COUNT,
 )  # fmt: skip
 
 SMALL_ENVELOPE = Envelope(id="i", model="m", prompt_token_ids=[1], sampling=SamplingParams())
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.one_of(ENVELOPE, FRAME, RESULT, CARD, BUNDLE, WORKER))
+@given(st.one_of(ENVELOPE, FRAME, RESULT, CARD, TARGETS, BUNDLE, WORKER))
 def test_decode_of_encode_is_the_same(message: Any) -> None:
     again = decode(encode(message), type(message))
     assert again == message
@@ -140,7 +147,7 @@ def test_decode_of_encode_is_the_same(message: Any) -> None:
 @pytest.mark.parametrize(
     ("strategy", "kind"),
     [(ENVELOPE, Envelope), (SAMPLING, SamplingParams), (FRAME, Frame), (RESULT, Result), (CARD, Card),
-     (BUNDLE, TokenizerBundle), (ERROR, ErrorInfo), (WORKER, WorkerInfo)],
+     (TARGETS, AdapterTargets), (BUNDLE, TokenizerBundle), (ERROR, ErrorInfo), (WORKER, WorkerInfo)],
 )  # fmt: skip
 def test_the_round_trip_covers_every_field(strategy: Any, kind: Any) -> None:
     """A field that is added to a message has to be added here too."""
@@ -155,6 +162,7 @@ def test_the_round_trip_covers_every_field(strategy: Any, kind: Any) -> None:
         Frame(v=1, seq=1, epoch=1, kind="started"),
         Result(id="i", status="completed"),
         Card(pool="p", digest="d", lanes=1, max_model_len=1, vocab_size=1, eos_token_ids=[], kv_tokens=1),
+        AdapterTargets(modules={"m": (1, 2)}, max_lora_rank=1),
         TokenizerBundle(tokenizer_json=""),
         WorkerInfo(owner="o"),
     ],
