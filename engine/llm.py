@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,7 @@ class LLM:
             InvalidRequestError: a prompt or its parameters can never be served; nothing was generated then.
             ModelNotFoundError: no adapter has this name.
         """
-        items: list[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        items = [prompts] if isinstance(prompts, str | Mapping) else _list("prompts", prompts)
         return self._run([self._parse(item) for item in items], sampling_params, use_tqdm, lora_request)
 
     def chat(
@@ -159,12 +159,13 @@ class LLM:
         template = self._info.chat_template
         if template is None:
             raise InvalidRequestError("messages: this model has no chat template", param="messages")
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        listed = _list("messages", messages)
+        conversations = [listed] if listed and isinstance(listed[0], Mapping) else listed
         prompts: list[tuple[str | None, list[int]]] = []
         for conversation in conversations:
             text = render_chat(
                 template,
-                conversation,  # type: ignore[arg-type]
+                conversation,
                 self._info.special_tokens,
                 add_generation_prompt=add_generation_prompt,
             )
@@ -175,7 +176,10 @@ class LLM:
     def _parse(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+                ids = _list("prompt_token_ids", prompt["prompt_token_ids"])
+                if not all(isinstance(each, int) for each in ids):
+                    raise InvalidRequestError("prompt_token_ids: each must be an integer", param="prompt_token_ids")
+                return prompt.get("prompt"), ids
             prompt = prompt.get("prompt", "")
         if not isinstance(prompt, str):
             raise InvalidRequestError(
@@ -192,7 +196,12 @@ class LLM:
     ) -> list[RequestOutput]:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        params = [sampling_params] * len(prompts) if isinstance(sampling_params, SamplingParams) else sampling_params
+        if isinstance(sampling_params, SamplingParams):
+            params = [sampling_params] * len(prompts)
+        else:
+            params = _list("sampling_params", sampling_params)
+            if not all(isinstance(each, SamplingParams) for each in params):
+                raise InvalidRequestError("sampling_params: each must be a SamplingParams", param="sampling_params")
         if len(params) != len(prompts):
             raise InvalidRequestError(
                 f"sampling_params: {len(params)} for {len(prompts)} prompts", param="sampling_params"
@@ -238,6 +247,17 @@ class LLM:
             metrics=RequestMetrics(time.monotonic()),
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
+
+
+def _list(name: str, value: Any) -> list[Any]:
+    """An argument that holds several things.
+
+    Raises:
+        InvalidRequestError: it does not.
+    """
+    if isinstance(value, Mapping | str | bytes) or not isinstance(value, Iterable):
+        raise InvalidRequestError(f"{name}: must be a list, not {type(value).__name__}", param=name)
+    return list(value)
 
 
 def _collect(output: RequestOutput, step: StepOutput) -> None:

@@ -23,6 +23,14 @@ MAX_ALLOWED_TOKEN_IDS = 2**16
 MAX_TOKEN_ID = 2**31 - 1
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 
+_FLAGS = (
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
+
 
 class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=False):
     """How one request is sampled. Names and defaults are vLLM's.
@@ -65,6 +73,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=False):
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             self.stop = [self.stop]
+        self._check_kinds()
         self._merge_logprobs()
         self._check_counts()
         self._check_distribution()
@@ -102,6 +111,18 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=False):
                 raise InvalidRequestError(
                     f"{name}: {count} is more than the vocabulary of {vocab_size} ids", param=name
                 )
+
+    def _check_kinds(self) -> None:
+        """Types that the checks of values rely on: from Python, unlike from the wire, anything can come."""
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, list | tuple | set | frozenset):
+                raise InvalidRequestError(f"{name}: must be a list", param=name)
+        if self.logit_bias is not None and not isinstance(self.logit_bias, dict):
+            raise InvalidRequestError("logit_bias: must map token ids to biases", param="logit_bias")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(f"{name}: must be true or false", param=name)
 
     def _merge_logprobs(self) -> None:
         if self.top_logprobs is None:

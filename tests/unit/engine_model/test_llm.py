@@ -150,6 +150,28 @@ def test_a_refused_prompt_leaves_nothing_in_the_engine(llm: LLM) -> None:
     llm._engine.check()
 
 
+@pytest.mark.parametrize(
+    ("call", "arguments", "field"),
+    [
+        ("generate", (5,), "prompts"),
+        ("generate", ([5],), "prompts"),
+        ("generate", (b"w5",), "prompts"),
+        ("generate", ({"prompt_token_ids": 5},), "prompt_token_ids"),
+        ("generate", ({"prompt_token_ids": ["w5"]},), "prompt_token_ids"),
+        ("generate", ("w5", 3), "sampling_params"),
+        ("generate", ("w5", ["greedy"]), "sampling_params"),
+        ("generate", ("w5", {"n": 1}), "sampling_params"),
+        ("chat", (5,), "messages"),
+        ("chat", ("hello",), "messages"),
+    ],
+)
+def test_arguments_of_wrong_types_are_named(llm: LLM, call: str, arguments: tuple[Any, ...], field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        getattr(llm, call)(*arguments, use_tqdm=False)
+    assert caught.value.param == field
+    assert not llm._engine.has_work()
+
+
 def test_a_request_that_fails_while_it_runs_has_its_error_and_others_go_on(llm: LLM) -> None:
     nothing_left = SamplingParams(allowed_token_ids=[2], min_tokens=2, max_tokens=4)
     bad, good = llm.generate(["w5", "w6"], [nothing_left, GREEDY], use_tqdm=False)

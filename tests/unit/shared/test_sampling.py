@@ -37,11 +37,13 @@ def test_defaults_are_vllms() -> None:
         ("prompt_logprobs", [-1, 21]),
         ("truncate_prompt_tokens", [0, -2, 2**31, -1.0, True]),
         ("top_logprobs", [-1, 21, True]),
-        ("stop", [[""], "", ["a"] * 17, ["x" * 1025], [5]]),
-        ("stop_token_ids", [[-1], [2**31], ["a"], [1] * 129]),
-        ("bad_words", [[""], ["x"] * 129]),
-        ("logit_bias", [{-1: 0.0}, {1: 101.0}, {1: math.nan}, {"1": 0.0}, dict.fromkeys(range(1025), 0.0)]),
-        ("allowed_token_ids", [[], [-1], [1] * (2**16 + 1)]),
+        ("stop", [[""], "", ["a"] * 17, ["x" * 1025], [5], 3, b"a", {"a": 1}]),
+        ("stop_token_ids", [[-1], [2**31], ["a"], [1] * 129, 3, "12"]),
+        ("bad_words", [[""], ["x"] * 129, "word", 3]),
+        ("ignore_eos", [1, "yes", None]),
+        ("skip_special_tokens", [0, None]),
+        ("logit_bias", [[1], 3, {-1: 0.0}, {1: 101.0}, {1: math.nan}, {"1": 0.0}, dict.fromkeys(range(1025), 0.0)]),
+        ("allowed_token_ids", [[], [-1], [1] * (2**16 + 1), 3]),
     ],
 )
 def test_out_of_bounds_names_the_field(field: str, values: list[Any]) -> None:
