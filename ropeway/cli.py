@@ -77,6 +77,8 @@ def submit(
     named = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     parameters = {name: value for name, value in named.items() if value is not None}
     parameters |= dict(_field(text) for text in field or ())
+    if stream and not as_json and parameters.get("n") not in (None, 1):
+        fail("--stream prints one answer: with several, take --json", EXIT_USAGE)
     run(
         Order(
             prompt=sys.stdin.read() if prompt == "-" else prompt,

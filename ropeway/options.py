@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
+import os
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -15,7 +18,7 @@ from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import SettingsError
 
-from ropeway.console import EXIT_USAGE, fail
+from ropeway.console import EXIT_USAGE, err, fail
 from shared.settings import CommonSettings
 
 S = TypeVar("S", bound=CommonSettings)
@@ -26,6 +29,10 @@ Given = Mapping[str, Any]
 #: Short spellings beside the regular one.
 _ALIASES = {"redis_url": ["--redis"]}
 _SCALARS = (bool, int, float, str, Path)
+#: Variables of the prefix that are no settings: those of `ropeway submit` and of the installation.
+_OTHER_VARIABLES = {"ROPEWAY_URL", "ROPEWAY_API_KEY", "ROPEWAY_TORCH", "ROPEWAY_TORCH_INDEX"}
+#: What Kubernetes sets in every pod beside a service of our name.
+_SERVICE_LINK = re.compile(r"ROPEWAY_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP)(_\w+)?)")
 
 
 def flag(name: str) -> str:
@@ -58,6 +65,7 @@ def with_settings(
 
         @functools.wraps(command)
         def wrapper(**arguments: Any) -> None:
+            warn_of_unknown(os.environ)
             given = {name: value for name in parameters if (value := arguments.pop(name)) is not None}
             command(given, **arguments)
 
@@ -78,6 +86,31 @@ def build(cls: type[S], given: Given) -> S:
     except SettingsError as error:
         # Raised where a variable that holds JSON does not parse; its text names the field and not the value.
         fail(f"{error}: JSON is needed in the environment variable", EXIT_USAGE)
+
+
+def unknown_variables(environ: Mapping[str, str]) -> dict[str, str | None]:
+    """Variables of our prefix that no process reads, each with the name that may be meant."""
+    known = set(_OTHER_VARIABLES)
+    for cls in _all_settings(CommonSettings):
+        known |= {env_name(cls, name) for name in cls.model_fields}
+    prefix = str(CommonSettings.model_config.get("env_prefix", ""))
+    found = [
+        name
+        for name in environ
+        if name.upper().startswith(prefix) and name.upper() not in known and not _SERVICE_LINK.fullmatch(name)
+    ]
+    return {name: next(iter(difflib.get_close_matches(name.upper(), known, 1, 0.8)), None) for name in sorted(found)}
+
+
+def warn_of_unknown(environ: Mapping[str, str]) -> None:
+    """Say which variables have no effect: a misspelt setting would else be its default, silently."""
+    for name, meant in unknown_variables(environ).items():
+        hint = f"; {meant} is one" if meant else " (`ropeway config` lists all)"
+        err.print(f"ropeway: {name} is no setting{hint}", style="yellow", markup=False, soft_wrap=True)
+
+
+def _all_settings(cls: type[CommonSettings]) -> list[type[CommonSettings]]:
+    return [cls, *(each for child in cls.__subclasses__() for each in _all_settings(child))]
 
 
 def as_environment(given: Given) -> dict[str, str]:

@@ -20,7 +20,7 @@ from rich.markup import escape
 from ropeway.client import APIError, AsyncClient
 from ropeway.console import err, fail, out
 from ropeway.embedded import EmbeddedRedis, EmbeddedRedisError
-from ropeway.options import Given, as_environment, build
+from ropeway.options import Given, as_environment, build, unknown_variables
 from ropeway.supervise import ChildEndedError, InterruptedBySignalError, Spec, Supervisor
 from shared.redis_url import mask
 from shared.settings import GatewaySettings, WorkerSettings
@@ -60,7 +60,9 @@ class Layout:
     def supervisor(self, redis: EmbeddedRedis | None, output: IO[bytes] | None = None) -> Supervisor:
         """What runs gateway and worker, and watches the embedded server."""
         ropeway = [sys.executable, "-m", "ropeway"]
-        env = {**os.environ, **as_environment(self.given)}
+        unknown = unknown_variables(os.environ)  # said once, not again by each child
+        env = {name: value for name, value in os.environ.items() if name not in unknown}
+        env |= as_environment(self.given)
         return Supervisor(
             [
                 Spec("gateway", [*ropeway, "gateway"], env),

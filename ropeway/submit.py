@@ -11,6 +11,9 @@ import httpx
 from ropeway.client import APIError, Client, Job
 from ropeway.console import err, fail, out
 
+#: Between the answers where several were asked for.
+_SEPARATOR = "\n---\n"
+
 
 @dataclasses.dataclass(frozen=True)
 class Order:
@@ -59,7 +62,7 @@ def _submit(client: Client, order: Order) -> None:
             job = _follow(client, job, order)
         else:
             job = client.wait(job.id)
-            _print(json.dumps(job.data) if order.as_json else job.text)
+            _print(json.dumps(job.data) if order.as_json else _SEPARATOR.join(job.texts))
     except KeyboardInterrupt:
         client.cancel(job.id)
         err.print(f"ropeway: job {job.id} cancelled")

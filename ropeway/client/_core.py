@@ -94,10 +94,13 @@ class Job:
     @property
     def text(self) -> str:
         """Text of the first choice, empty while there is none."""
+        return next(iter(self.texts), "")
+
+    @property
+    def texts(self) -> list[str]:
+        """Text of each choice, in order."""
         choices = (self.data.get("result") or {}).get("choices") or []
-        if not choices:
-            return ""
-        return str((choices[0].get("message") or {}).get("content") or choices[0].get("text") or "")
+        return [str((c.get("message") or {}).get("content") or c.get("text") or "") for c in choices]
 
     @property
     def error(self) -> APIError | None:

@@ -123,6 +123,7 @@ def test_without_options_the_defaults_hold(started: list[Any]) -> None:
         (["worker", "--no-such"], ["--no-such"]),
         (["submit", "hi", "--field", "stop"], ["--field stop", "NAME=JSON"]),
         (["submit", "hi", "--field", "stop=[x"], ["--field stop=[x"]),
+        (["submit", "hi", "--field", "n=2", "--stream"], ["--stream", "--json"]),
     ],
 )
 def test_a_wrong_option_is_named_with_exit_code_2(started: list[Any], arguments: list[str], words: list[str]) -> None:
@@ -138,6 +139,32 @@ def test_a_wrong_variable_is_named_in_one_line(started: list[Any], monkeypatch: 
     result = run("worker")
     assert result.exit_code == 2 and not started
     assert len(result.output.splitlines()) == 1 and "ROPEWAY_LEASE_S" in result.output
+
+
+def test_a_variable_that_is_no_setting_is_said_with_the_one_that_is_meant(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not options.unknown_variables(
+        {
+            "ROPEWAY_MAX_NUM_SEQS": "2",
+            "ROPEWAY_API_KEYS": "[]",
+            "ROPEWAY_URL": "http://gateway",
+            "ROPEWAY_API_KEY": "k",
+            "ROPEWAY_TORCH": "cpu",
+            "ROPEWAY_SERVICE_HOST": "10.0.0.1",
+            "ROPEWAY_GATEWAY_SERVICE_PORT_HTTP": "80",
+            "ROPEWAY_GATEWAY_PORT_80_TCP_ADDR": "10.0.0.1",
+            "PATH": "/bin",
+        }
+    )
+    monkeypatch.setenv("ROPEWAY_MAX_NUM_SEQ", "2")
+    monkeypatch.setenv("ROPEWAY_WHATEVER", "secret")
+    result = run("gateway")
+    assert result.exit_code == 0 and started
+    assert result.stderr.splitlines() == [
+        "ropeway: ROPEWAY_MAX_NUM_SEQ is no setting; ROPEWAY_MAX_NUM_SEQS is one",
+        "ropeway: ROPEWAY_WHATEVER is no setting (`ropeway config` lists all)",
+    ]
 
 
 def test_a_wrong_list_of_keys_is_named_but_not_shown(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

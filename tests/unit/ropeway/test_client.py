@@ -180,6 +180,13 @@ def test_events_go_on_over_lost_connections_without_gap_or_repeat(face: Callable
     assert ids == [None, "2", "2", "2", "3"]
 
 
+def test_texts_of_all_choices() -> None:
+    choices = [{"index": 0, "message": {"content": "a"}}, {"index": 1, "text": "b"}]
+    job = Job("j", "completed", {"result": {"choices": choices}})
+    assert (job.texts, job.text) == (["a", "b"], "a")
+    assert (Job("j", "queued", {}).texts, Job("j", "queued", {}).text) == ([], "")
+
+
 def test_events_start_after_what_was_seen(face: Callable[[Handler], Face]) -> None:
     ids: list[str] = []
 
