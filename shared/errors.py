@@ -3,7 +3,8 @@
 RopewayError
 ├── InvalidRequestError            400  the request is wrong; `param` names the field
 │   ├── ContextLengthExceededError 400  prompt longer than the context or than the whole KV cache
-│   └── UnsupportedParameterError  400  a field that is known and not served
+│   ├── UnsupportedParameterError  400  a field that is known and not served
+│   └── AdapterError               400  an adapter that cannot be served
 ├── AuthenticationError            401
 ├── PermissionDeniedError          403
 ├── NotFoundError                  404
@@ -67,6 +68,12 @@ class UnsupportedParameterError(InvalidRequestError):
     """A known parameter that this server does not serve."""
 
     code = "unsupported_parameter"
+
+
+class AdapterError(InvalidRequestError):
+    """An adapter that cannot be served; the message names the field, tensor or module at fault."""
+
+    code = "invalid_adapter"
 
 
 class AuthenticationError(RopewayError):

@@ -20,6 +20,11 @@ class CommonSettings(BaseSettings):
         "redis://127.0.0.1:6379/0",
         description="Redis: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster:// URL",
     )
+    adapter_store: str | None = Field(
+        None,
+        description="folder or fsspec URL (s3://...) of LoRA adapters that all processes can read; "
+        "unset: in the user's cache folder",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
     log_json: bool | None = Field(None, description="JSON lines; unset: where standard error is not a terminal")
 

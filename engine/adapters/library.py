@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.adapters.peft_config import AdapterError
-from shared.errors import EngineError, RopewayError
+from shared.errors import AdapterError, EngineError, RopewayError
 
 if TYPE_CHECKING:
     from engine.adapters.weights import Adapter

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.adapters.library import AdapterLibrary
-from engine.adapters.peft_config import AdapterError
-from engine.adapters.weights import content_identity
-from shared.errors import InvalidRequestError, ModelNotFoundError, UnsupportedParameterError
-
-#: Letters, digits and `._-`, at most one slash; never what could be a path.
-NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
+from shared.errors import AdapterError, InvalidRequestError, ModelNotFoundError, UnsupportedParameterError
+from shared.lora.files import NAME_PATTERN, content_identity
 
 
 @dataclass(frozen=True, slots=True)

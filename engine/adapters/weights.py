@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
-from engine.adapters.peft_config import CONFIG_FILE, AdapterError, PeftConfig, matches, read_config
 from engine.adapters.targets import Target
+from shared.errors import AdapterError
+from shared.lora.files import WEIGHTS_FILE, content_identity, weights_file
+from shared.lora.peft_config import CONFIG_FILE, PeftConfig, matches, read_config
 
-WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 #: A module's tensors. PEFT saves the layer itself beside the adapters of embedding and head.
 _ENDS = {
@@ -61,22 +60,6 @@ class Adapter:
         return sum(t.numel() * t.element_size() for part in self.parts.values() for t in (part.a, part.b))
 
 
-def content_identity(folder: Path) -> str:
-    """Hash of what an adapter computes: weights, and those fields of its config that count.
-
-    Raises:
-        AdapterError: as `read_config`; there are no weights in safetensors form.
-    """
-    config = msgspec.json.encode(read_config(folder), order="deterministic")
-    total = hashlib.blake2b(hashlib.sha256(config).digest(), digest_size=16)
-    try:
-        with _weights_file(folder).open("rb") as stream:
-            total.update(hashlib.file_digest(stream, "sha256").digest())
-    except OSError as error:
-        raise AdapterError(f"{WEIGHTS_FILE}: cannot be read: {error.strerror}") from None
-    return total.hexdigest()
-
-
 def load_adapter(
     folder: Path,
     targets: Mapping[str, Target],
@@ -101,7 +84,7 @@ def load_adapter(
     config = read_config(folder)
     # Hashing reads the file without the interpreter's lock; what follows holds it, and must not wait for a disk.
     identity = content_identity(folder)
-    pairs, copies = _pairs(_read(_weights_file(folder)))
+    pairs, copies = _pairs(_read(weights_file(folder)))
     _check_modules(config, sorted(pairs.keys() | copies), targets)
     for module, tensor in copies.items():
         _check_copy(module, tensor, targets[module], (base or {}).get(module), base_step)
@@ -110,17 +93,6 @@ def load_adapter(
     if rank > max_rank:
         raise AdapterError(f"r: the adapter's rank is {rank}, at most {max_rank} is served (max_lora_rank)")
     return Adapter(identity, rank, parts)
-
-
-def _weights_file(folder: Path) -> Path:
-    path = folder / WEIGHTS_FILE
-    if path.is_file():
-        return path
-    if (folder / "adapter_model.bin").exists():
-        raise AdapterError(
-            "adapter_model.bin: only safetensors are read; save the adapter as adapter_model.safetensors"
-        )
-    raise AdapterError(f"{WEIGHTS_FILE}: there is no such file in the adapter's folder")
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:

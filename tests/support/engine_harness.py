@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.adapters.library import AdapterLibrary
-from engine.adapters.peft_config import AdapterError
 from engine.adapters.weights import Adapter
 from engine.config import SchedulerConfig
 from engine.detokenizer import Detokenizer
 from engine.engine import Engine
 from engine.request import ChoiceDelta, EngineRequest, LogprobEntry, ResumedChoice, StepOutput
+from shared.errors import AdapterError
 from shared.sampling import SamplingParams
 from tests.support.fake_runner import FakeRunner, model_info
 from tests.support.tiny_tokenizer import byte_level

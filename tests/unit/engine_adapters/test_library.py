@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from engine.adapters.library import AdapterLibrary
-from engine.adapters.peft_config import AdapterError
 from engine.adapters.weights import Adapter
-from shared.errors import EngineError
+from shared.errors import AdapterError, EngineError
 from tests.support.engine_harness import LateExecutor, adapters
 
 

@@ -11,10 +11,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.adapters.peft_config import AdapterError, read_config
 from engine.adapters.targets import targets
-from engine.adapters.weights import Adapter, content_identity, load_adapter
+from engine.adapters.weights import Adapter, load_adapter
 from engine.models.config import ModelConfig
+from shared.errors import AdapterError
+from shared.lora.files import content_identity
+from shared.lora.peft_config import read_config
 from tests.support.peft_adapters import ALL_LINEAR, edit_config, edit_tensors, save_adapter
 from tests.support.tiny_llama import save_tiny_model
 

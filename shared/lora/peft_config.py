@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import regex
 
-from shared.errors import InvalidRequestError
+from shared.errors import AdapterError
+
+T = TypeVar("T")
 
 CONFIG_FILE = "adapter_config.json"
 #: Bytes of a config; PEFT's own are below 2 kB.
@@ -46,12 +48,6 @@ _HARMLESS = frozenset(
 )
 #: Initialisations that take something out of the base's weights, so that the adapter is right on that base alone.
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
-
-
-class AdapterError(InvalidRequestError):
-    """An adapter that cannot be served; the message names the field, tensor or module at fault."""
-
-    code = "invalid_adapter"
 
 
 class PeftConfig(msgspec.Struct, kw_only=True):
@@ -130,7 +126,7 @@ def _check(config: PeftConfig) -> None:
             raise AdapterError(f"{CONFIG_FILE}: alpha of {name} is not finite")
 
 
-def _looked_up(field: str, patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+def _looked_up(field: str, patterns: Mapping[str, T], module: str, default: T) -> T:
     for pattern, value in patterns.items():
         if matches(field, rf"(.*\.)?({pattern})", module):
             return value
