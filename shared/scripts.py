@@ -37,6 +37,7 @@ from shared.jobs import (
     Submitted,
 )
 from shared.keys import CLASSES, JobId
+from shared.lora.files import IDENTITY_PATTERN
 from shared.protocol import Card, Envelope, ErrorInfo, JobStatus, decode, decode_error, encode
 
 #: Seconds after which it makes sense to submit again to a lane that is full.
@@ -132,11 +133,13 @@ def submit(envelope: Envelope, lifetime: Lifetime, limits: LaneLimits, wait: Rep
     """Accept a job. With `wait`, the answer comes once so many replicas have it, or the time is up.
 
     Raises:
-        ProtocolError: the envelope is too large, or its id or class is malformed.
+        ProtocolError: the envelope is too large, or its id, class or adapter's identity is malformed.
     """
     job_id = parse_id(envelope.id)
     if envelope.job_class not in CLASSES:
         raise ProtocolError("the envelope's class is none of high, normal, batch")
+    if envelope.adapter_identity is not None and IDENTITY_PATTERN.fullmatch(envelope.adapter_identity) is None:
+        raise ProtocolError("the envelope's adapter_identity has not 32 hexadecimal digits")
     bucket = keys.bucket_of(envelope.tenant)
     queue = keys.queue(job_id.pool, job_id.lane, envelope.job_class, bucket)
     call = _call(
@@ -158,6 +161,7 @@ def submit(envelope: Envelope, lifetime: Lifetime, limits: LaneLimits, wait: Rep
             int(envelope.callback_url is not None),
             keys.wake(job_id.pool),
             job_id.lane,
+            envelope.adapter_identity or "",
         ],
     )
     return call if wait is None else replace(call, behind=("WAIT", wait.replicas, wait.timeout_ms))

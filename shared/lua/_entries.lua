@@ -4,7 +4,8 @@ local EXPIRED = {
   message = 'the deadline passed before the job ended', type = 'timeout_error', code = 'deadline_exceeded', status = 504,
 }
 
--- Reading an entry's fields: `id` and `cost`; in the resume stream `class` and `bucket` too.
+-- Reading an entry's fields: `id` and `cost`, `adapter` where the job has one; in the resume stream `class` and `bucket`
+-- too.
 local function parse(entry, class, bucket)
   local parsed = { id = entry[1], class = class, bucket = bucket, cost = 0 }
   local fields = entry[2]
@@ -17,6 +18,8 @@ local function parse(entry, class, bucket)
       parsed.class = fields[i + 1]
     elseif fields[i] == 'bucket' then
       parsed.bucket = fields[i + 1]
+    elseif fields[i] == 'adapter' then
+      parsed.adapter = fields[i + 1]
     end
   end
   return parsed
@@ -28,6 +31,7 @@ local function drop_entry(stream, entry, state)
   redis.call('XDEL', stream, entry.id)
   if entry.job and entry.class and entry.bucket then
     count(state, entry.class, entry.bucket, -1, -entry.cost)
+    pin(entry.adapter, -1)
   end
 end
 

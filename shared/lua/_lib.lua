@@ -39,6 +39,14 @@ local function count(state, class, bucket, jobs, tokens)
   redis.call('PEXPIRE', stats, STRAY_MS, 'NX')
 end
 
+-- Count jobs, queued or running, that pin an adapter's content; the counter is gone at 0. `adapter` nil: the base model.
+local function pin(adapter, jobs)
+  local stats = PREFIX .. 'stats'
+  if adapter and redis.call('HINCRBY', stats, 'a:' .. adapter, jobs) <= 0 then
+    redis.call('HDEL', stats, 'a:' .. adapter)
+  end
+end
+
 local IS_CLASS = { high = true, normal = true, batch = true }
 
 -- The job's fields as a table, without envelope and result; nil if there is no such job, or something else in its place.
@@ -46,7 +54,7 @@ local function read_job(id)
   local key = PREFIX .. 'job:' .. id
   local v = redis.pcall('HMGET', key, 'status', 'owner', 'epoch', 'attempts', 'stream', 'entry', 'cancel', 'class',
     'bucket', 'cost', 'seqs', 'prompt', 'seq', 'callback', 'deaths', 'alone_deaths', 'alone', 'deadline_ms',
-    'expires_ms', 'retention_ms', 'submitted_us')
+    'expires_ms', 'retention_ms', 'submitted_us', 'adapter')
   if v.err or not (v[1] and v[5] and v[6] and IS_CLASS[v[8]] and tonumber(v[9]) and tonumber(v[19] or v[18])) then
     return nil
   end
@@ -56,8 +64,14 @@ local function read_job(id)
     seqs = tonumber(v[11]) or 1, prompt = tonumber(v[12]) or 0, seq = tonumber(v[13]) or 0, callback = v[14] == '1',
     deaths = tonumber(v[15]) or 0, alone_deaths = tonumber(v[16]) or 0, alone = v[17] == '1',
     deadline_ms = tonumber(v[18]) or 0, expires_ms = v[19] or v[18], retention_ms = v[20] or '0',
-    submitted_us = tonumber(v[21]) or 0,
+    submitted_us = tonumber(v[21]) or 0, adapter = v[22] or nil,
   }
+end
+
+-- Put a job into a stream once more, behind all others; answers the entry's id.
+local function add_entry(stream, job)
+  return redis.call('XADD', stream, '*', 'id', job.id, 'cost', int(job.cost), 'class', job.class, 'bucket', job.bucket,
+    unpack(job.adapter and { 'adapter', job.adapter } or {}))
 end
 
 -- Acknowledged and deleted together, so that the streams hold exactly what is queued or running.
@@ -70,6 +84,7 @@ end
 local function close(job, status, result)
   remove_entry(job.stream, job.entry)
   count(job.status, job.class, job.bucket, -1, -job.cost)
+  pin(job.adapter, -1)
   redis.call('HINCRBY', PREFIX .. 'stats', 'ended_jobs', 1)
   redis.call('HINCRBY', PREFIX .. 'stats', 'ended_tokens', int(job.cost))
   redis.call('HSET', job.key, 'status', status, 'result', result, 'finished_us', int(now_us()))

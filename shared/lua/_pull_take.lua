@@ -139,9 +139,7 @@ local function serve_resume()
     if admission == 'no' or job.cost > max_cost then
       first, put_back = first or job.id, put_back + 1
       redis.call('XDEL', stream, job.entry)
-      local entry = redis.call('XADD', stream, '*', 'id', job.id, 'cost', int(job.cost), 'class', job.class,
-        'bucket', job.bucket)
-      redis.call('HSET', job.key, 'entry', entry)
+      redis.call('HSET', job.key, 'entry', add_entry(stream, job))
       heads[stream] = nil
     elseif fits(LEVELS[job.class], job) then
       take(stream, job, admission == 'alone')

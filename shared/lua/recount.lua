@@ -9,17 +9,19 @@ for i = 2, #KEYS do
   entries = entries + redis.call('XLEN', KEYS[i])
 end
 local old, below = redis.call('HGETALL', stats), false
-local counted = 0
+local counted, pins = 0, 0
 for i = 1, #old, 2 do
   local number = tonumber(old[i + 1]) or -1
   if string.find(old[i], '^queued_') or string.find(old[i], '^running_') then
     below = below or number < 0
+  elseif string.find(old[i], '^a:') then
+    below, pins = below or number < 1, pins + number
   end
   if old[i] == 'queued_jobs' or old[i] == 'running_jobs' then
     counted = counted + number
   end
 end
-if entries == counted and not below then
+if entries == counted and pins <= counted and not below then
   return 0
 end
 
@@ -30,6 +32,8 @@ end
 for _, field in ipairs(redis.call('HKEYS', stats)) do
   if string.find(field, '^queued_') or string.find(field, '^running_') then
     counts[field] = 0
+  elseif string.find(field, '^a:') then
+    redis.call('HDEL', stats, field)
   end
 end
 for i = 2, #KEYS do
@@ -42,6 +46,9 @@ for i = 2, #KEYS do
       add(job.status .. '_tokens', job.cost)
       add(job.status .. '_jobs' .. place, 1)
       add(job.status .. '_tokens' .. place, job.cost)
+      if job.adapter then
+        add('a:' .. job.adapter, 1)
+      end
       expires = math.max(expires, tonumber(job.expires_ms))
     else
       redis.pcall('XACK', KEYS[i], GROUP, entry.id)

@@ -22,7 +22,7 @@ if redis.call('EXISTS', resume) == 0 then
   redis.call('XGROUP', 'CREATE', resume, GROUP, '0', 'MKSTREAM')
 end
 remove_entry(job.stream, job.entry)
-local entry = redis.call('XADD', resume, '*', 'id', job.id, 'cost', int(job.cost), 'class', job.class, 'bucket', job.bucket)
+local entry = add_entry(resume, job)
 redis.call('HSET', job.key, 'status', 'queued', 'stream', string.sub(resume, #PREFIX + 1), 'entry', entry,
   'attempts', int(math.max(0, job.attempts - 1)), 'alone', 0)
 count('running', job.class, job.bucket, -1, -job.cost)

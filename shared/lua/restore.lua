@@ -21,7 +21,7 @@ elseif #redis.call('XRANGE', stream, job.entry, job.entry) > 0 then
   -- Its consumer was deleted by hand, so nobody would ever miss the one who runs it.
   redis.call('XDEL', stream, job.entry)
 end
-local entry = redis.call('XADD', stream, '*', 'id', job.id, 'cost', int(job.cost), 'class', job.class, 'bucket', job.bucket)
+local entry = add_entry(stream, job)
 redis.call('HSET', job.key, 'status', 'queued', 'owner', '', 'epoch', int(job.epoch + 1), 'entry', entry, 'alone', 0)
 if job.status == 'running' then
   count('running', job.class, job.bucket, -1, -job.cost)

@@ -5,7 +5,7 @@
 -- ARGV  1 id  2 envelope  3 class  4 bucket  5 cost in tokens  6 sequences  7 prompt tokens
 --       8 deadline, 9 longest run past it, 10 retention, all in ms from now
 --       11 most queued jobs, 12 most queued tokens of the lane (-1: no limit)
---       13 1 if a webhook is owed  14 wake channel  15 lane number
+--       13 1 if a webhook is owed  14 wake channel  15 lane number  16 identity of the adapter, or empty
 -- Answers {code, queued jobs, queued tokens}; code 0 accepted, 1 known already, 2 a limit is reached: nothing written.
 local key, stream, stats = KEYS[1], KEYS[2], KEYS[3]
 local cost, deadline, run, retention = tonumber(ARGV[5]), tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
@@ -37,14 +37,17 @@ local expires_ms = int(deadline_ms + run + retention)
 if redis.call('EXISTS', stream) == 0 then
   redis.call('XGROUP', 'CREATE', stream, GROUP, '0', 'MKSTREAM')
 end
-local entry = redis.call('XADD', stream, '*', 'id', ARGV[1], 'cost', ARGV[5])
+local adapter = ARGV[16] ~= '' and ARGV[16] or nil
+local pinned = adapter and { 'adapter', adapter } or {}
+local entry = redis.call('XADD', stream, '*', 'id', ARGV[1], 'cost', ARGV[5], unpack(pinned))
 redis.call('HSET', key, 'env', ARGV[2], 'status', 'queued', 'owner', '', 'epoch', 0, 'attempts', 0,
   'stream', string.sub(stream, #PREFIX + 1), 'entry', entry, 'class', ARGV[3], 'bucket', ARGV[4], 'cost', ARGV[5],
   'seqs', ARGV[6], 'prompt', ARGV[7], 'seq', 0, 'callback', ARGV[13], 'deadline_ms', int(deadline_ms),
-  'expires_ms', expires_ms, 'retention_ms', ARGV[10], 'submitted_us', int(now))
+  'expires_ms', expires_ms, 'retention_ms', ARGV[10], 'submitted_us', int(now), unpack(pinned))
 redis.call('PEXPIREAT', key, expires_ms)
 local first = redis.call('EXISTS', stats) == 0
 count('queued', ARGV[3], ARGV[4], 1, cost)
+pin(adapter, 1)
 keep_until(stream, expires_ms)
 if first then
   redis.call('PEXPIREAT', stats, expires_ms)

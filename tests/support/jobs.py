@@ -114,6 +114,9 @@ async def check_lane(client: redis.asyncio.Redis, job_ids: list[str], lane: int 
             for name, amount in (("jobs", 1), ("tokens", int(job[b"cost"]))):
                 for field in (f"{status}_{name}", f"{status}_{name}{place}"):
                     expected[field] = expected.get(field, 0) + amount
+            if b"adapter" in job:
+                field = f"a:{job[b'adapter'].decode()}"
+                expected[field] = expected.get(field, 0) + 1
         log = [(entry, decode(f[b"f"], Frame)) for entry, f in await r.xrange(keys.events(parsed))]
         assert [f.seq for _, f in log] == list(range(1, int(job[b"seq"]) + 1)), "the log has a gap"
         assert all(entry.decode() == f"{f.seq}-0" for entry, f in log)
@@ -124,7 +127,8 @@ async def check_lane(client: redis.asyncio.Redis, job_ids: list[str], lane: int 
     assert not entries, "an entry without a job"
     assert sum(1 for _ in await _entries(r, lane)) == live
     counters = {k.decode(): int(v) for k, v in (await r.hgetall(keys.stats(POOL, lane))).items()}
-    counters = {k: v for k, v in counters.items() if v and k.startswith(("queued", "running"))}
+    assert all(v > 0 for k, v in counters.items() if k.startswith("a:")), "a counter of an adapter is left"
+    counters = {k: v for k, v in counters.items() if v and k.startswith(("queued", "running", "a:"))}
     assert counters == expected
 
 

@@ -66,9 +66,20 @@ class Lane(RuleBasedStateMachine):
 
         return self.runner.run(wait())
 
-    @rule(job_class=st.sampled_from(CLASSES), tenant=st.integers(0, 3), prompt=st.sampled_from([1, 50, 3000]))
-    def submit(self, job_class: Any, tenant: int, prompt: int) -> None:
-        job = envelope(job_class=job_class, tenant=f"t{tenant}", prompt=prompt, callback_url="https://example.test")
+    @rule(
+        job_class=st.sampled_from(CLASSES),
+        tenant=st.integers(0, 3),
+        prompt=st.sampled_from([1, 50, 3000]),
+        adapter=st.sampled_from([None, "a" * 32, "b" * 32]),
+    )
+    def submit(self, job_class: Any, tenant: int, prompt: int, adapter: str | None) -> None:
+        job = envelope(
+            job_class=job_class,
+            tenant=f"t{tenant}",
+            prompt=prompt,
+            callback_url="https://example.test",
+            adapter_identity=adapter,
+        )
         assert not self.run(self.store.submit(job)).duplicate
         self.jobs[job.id] = job
 

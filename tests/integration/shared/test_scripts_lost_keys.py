@@ -124,7 +124,11 @@ async def test_no_call_minds(
 ) -> None:
     """Lost in the beginning, in the middle or before the end of a row of all calls."""
     await store.put_card(card(), BUNDLE)
-    jobs = [envelope(tenant=f"tenant {n}", job_class="batch" if n % 2 else "normal") for n in range(6)]
+    adapters = [None, "a" * 32, "b" * 32]
+    jobs = [
+        envelope(tenant=f"tenant {n}", job_class="batch" if n % 2 else "normal", adapter_identity=adapters[n % 3])
+        for n in range(6)
+    ]
     for job in jobs[:4]:
         await store.submit(job)
     held = (await store.pull(POOL, 0, "w", budget(), KEEP)).jobs

@@ -32,7 +32,7 @@ async def leftovers(client: Any, pool: str, lanes: int) -> list[str]:
     for lane in range(lanes):
         counters = await client.hgetall(keys.stats(pool, lane))
         for field, value in sorted(counters.items()):
-            if field.startswith((b"queued", b"running")) and int(value) != 0:
+            if field.startswith((b"queued", b"running", b"a:")) and int(value) != 0:
                 found.append(f"lane {lane}: {field.decode()} is {int(value)}")
         for stream in keys.lane_streams(pool, lane):
             found += await _stream(client, stream, live)
