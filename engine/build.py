@@ -15,6 +15,7 @@ from engine.adapters.device import DeviceAdapters
 from engine.adapters.library import AdapterLibrary
 from engine.adapters.targets import targets
 from engine.adapters.weights import load_adapter
+from engine.cache_folder import default_cache_dir
 from engine.config import EngineConfig, SchedulerConfig
 from engine.engine import Engine
 from engine.loading.checkpoint import Checkpoint
@@ -25,6 +26,7 @@ from engine.models.registry import OWN_STEP, CausalLM, model_class
 from engine.request import ModelInfo
 from engine.runner import ModelRunner
 from engine.sampler import Sampler
+from kernels import native_build
 from kernels.invariant.paged_attention import proven_pieces
 from kernels.ops import Ops, is_native, ops_for
 
@@ -48,8 +50,8 @@ def build_engine(config: EngineConfig) -> Engine:
     torch.set_num_threads(cpu_kernels.bounded_threads(config.threads or torch.get_num_threads()))
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    if device.type == "cpu":
-        cpu_kernels.prepare(config)
+    if device.type == "cpu" and config.cpu_kernels != "torch":
+        native_build.begin(config.cache_dir or default_cache_dir())
     checkpoint = load(config.model, config.cache_dir, dtype)
     model_config = ModelConfig.from_hf(checkpoint.config)
     max_model_len = _context(config, model_config)

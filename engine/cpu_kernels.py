@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from engine.cache_folder import default_cache_dir
 from engine.config import CpuKernels, EngineConfig
-from engine.loading.resolve import default_cache_dir
 from engine.models.config import ModelConfig
 from kernels.cpu import native
 
@@ -43,15 +42,6 @@ def choose(asked: CpuKernels, cache_dir: Path | None = None) -> Choice:
     except native.NativeUnavailableError as error:
         return Choice(False, str(error))
     return Choice(True, f"built for {native.paths()}")
-
-
-def prepare(config: EngineConfig) -> None:
-    """Begin to build the native kernels, if they are wanted and not built yet, while the model is being read."""
-
-    def work() -> None:
-        choose(config.cpu_kernels, config.cache_dir)
-
-    threading.Thread(target=work, name="native-build", daemon=True).start()
 
 
 def use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> bool:

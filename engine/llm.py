@@ -15,11 +15,11 @@ from rich.progress import Progress
 from tokenizers import Tokenizer
 
 from engine.adapters.request import Adapted, LoRARequest, NamedAdapters
-from engine.build import build_engine
 from engine.chat import render_chat
 from engine.config import CpuKernels, Device, DType, EngineConfig
 from engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, candidates
 from engine.request import EngineRequest, StepOutput
+from engine.startup import start_engine
 from engine.validation import checked_prompt
 from shared.errors import InvalidRequestError
 from shared.sampling import SamplingParams
@@ -64,7 +64,7 @@ class LLM:
         Raises:
             ValueError: the model is not found or not served, or a setting does not fit it.
         """
-        self._engine = build_engine(
+        self._engine = start_engine(
             EngineConfig(
                 model=model,
                 device=device,

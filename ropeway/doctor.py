@@ -25,7 +25,7 @@ def findings() -> Iterator[tuple[str, str]]:
 
     from engine.build import choose_device, choose_dtype
     from engine.cpu_kernels import available_cpus, choose
-    from engine.loading.resolve import default_cache_dir
+    from engine.cache_folder import default_cache_dir
     from shared.settings import WorkerSettings
 
     settings = WorkerSettings()

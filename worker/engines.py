@@ -37,10 +37,10 @@ def _build_sim(settings: WorkerSettings) -> EngineProtocol:
 
 
 def _build_model(settings: WorkerSettings) -> EngineProtocol:
-    from engine.build import build_engine as build_model_engine
     from engine.config import EngineConfig
+    from engine.startup import start_engine
 
-    return build_model_engine(
+    return start_engine(
         EngineConfig(
             model=settings.model,
             served_name=settings.pool,

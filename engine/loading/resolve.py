@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from engine.cache_folder import default_cache_dir
 from engine.loading.checkpoint import Checkpoint, TokenizerBundle, content_digest
 from engine.loading.converted import converted_folder, keep_converted, read_converted
 from engine.loading.gguf import GGUFFile
@@ -37,12 +37,6 @@ class ModelSource:
 
     name: str
     path: Path
-
-
-def default_cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/ropeway`, else `~/.cache/ropeway`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "ropeway"
 
 
 def resolve(model: str) -> ModelSource:

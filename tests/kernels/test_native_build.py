@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kernels.cpu.native import build as building
+from kernels import native_build as building
 from kernels.cpu.native import library
-from kernels.cpu.native.build import NativeUnavailableError, build, compiler, intact
 from kernels.cpu.native.library import load, open_library
+from kernels.native_build import NativeUnavailableError, build, compiler, intact
 from tests.support.native import load_native
 
 SMALL = 'extern "C" { long ropeway_abi() { return 1; } const char* ropeway_key() { return ROPEWAY_KEY; } }\n'
@@ -54,6 +54,21 @@ def test_a_second_build_takes_what_the_first_has_made(small: Path) -> None:
     assert build(small) == (path, key)
     assert path.stat().st_mtime_ns == stamp
     assert sorted(each.name for each in path.parent.iterdir()) == ["libropeway.so", "lock", "sha256"]
+
+
+def test_what_was_begun_is_taken_up(small: Path) -> None:
+    building.begin(small)
+    building.begin(small)
+    path, key = building.built(small)
+    assert intact(path.parent)
+    assert building.built(small) == (path, key)
+
+
+def test_what_goes_wrong_in_what_was_begun_is_told(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    building.begin(small)
+    with pytest.raises(NativeUnavailableError, match="no-such-compiler"):
+        building.built(small)
 
 
 def test_other_sources_and_other_cpus_have_other_keys(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +112,7 @@ def test_processes_that_build_at_once_build_once(small: Path, tmp_path: Path) ->
     log = tmp_path / "log"
     cxx = mock_compiler(tmp_path, f'case "$1" in --version) ;; *) echo built >> {log} ;; esac; exec g++ "$@"')
     code = (
-        "import sys; from pathlib import Path; from kernels.cpu.native import build\n"
+        "import sys; from pathlib import Path; from kernels import native_build as build\n"
         "build.SOURCES = Path(sys.argv[1]); print(build.build(Path(sys.argv[2]))[0])"
     )
     command = [sys.executable, "-c", code, str(building.SOURCES), str(small)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.cpu.native.build import FLAGS, SOURCES, NativeUnavailableError, compiler
+from kernels.native_build import FLAGS, SOURCES, NativeUnavailableError, compiler
 
 #: Set after the build's own, so that these win.
 CHECKED = ("-O1", "-g", "-fno-sanitize-recover=undefined")

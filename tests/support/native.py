@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.loading.resolve import default_cache_dir
+from engine.cache_folder import default_cache_dir
 from kernels.cpu import native
-from kernels.cpu.native.build import compiler
+from kernels.native_build import compiler
 
 
 def load_native(threads: int = 2) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kernels.cpu.native.build import NativeUnavailableError, build
+from kernels.native_build import NativeUnavailableError, built
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ def load(cache_dir: Path) -> None:
             return
         if _reason is None:
             try:
-                _loaded = open_library(*build(cache_dir))
+                _loaded = open_library(*built(cache_dir))
                 return
             except NativeUnavailableError as error:
                 _reason = str(error)

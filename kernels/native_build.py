@@ -1,4 +1,7 @@
-"""Builds the library with the system's compiler, once per source, compiler and CPU, into a folder of the user's."""
+"""Builds the library with the system's compiler, once per source, compiler and CPU, into a folder of the user's.
+
+Imports no torch, so that the compiler can be at work while torch is being imported.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,14 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-SOURCES = Path(__file__).parent / "src"
+SOURCES = Path(__file__).parent / "cpu" / "native" / "src"
 #: GCC's own AVX-512 headers look uninitialised to it.
 FLAGS = (
     "-std=c++20",
@@ -34,6 +39,9 @@ COMPILERS = ("c++", "g++", "clang++")
 _COMPILE_S = 300.0
 _NAME = "libropeway.so"
 
+_begun: dict[Path, Future[tuple[Path, str]]] = {}
+_begun_lock = threading.Lock()
+
 
 class NativeUnavailableError(Exception):
     """The native kernels cannot be used here; the message says why in one line."""
@@ -50,6 +58,29 @@ def compiler() -> str:
         if found := shutil.which(name):
             return found
     raise NativeUnavailableError(f"no C++ compiler ({named or ', '.join(COMPILERS)})")
+
+
+def begin(cache_dir: Path) -> None:
+    """Start to build in a thread; `built` takes what comes of it."""
+    with _begun_lock:
+        if cache_dir in _begun:
+            return
+        future = _begun[cache_dir] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(build(cache_dir))
+        except BaseException as error:  # noqa: BLE001 - handed on to whoever asks
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="native-build", daemon=True).start()
+
+
+def built(cache_dir: Path) -> tuple[Path, str]:
+    """As `build`, or what `begin` has begun."""
+    with _begun_lock:
+        future = _begun.pop(cache_dir, None)
+    return build(cache_dir) if future is None else future.result()
 
 
 def build(cache_dir: Path) -> tuple[Path, str]:
