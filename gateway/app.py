@@ -21,8 +21,10 @@ from gateway.limits import Limiter, PoolLimits
 from gateway.load import PoolLoads
 from gateway.metrics import GatewayMetrics
 from gateway.middleware import Authentication, BodyLimit, RequestScope
+from gateway.pool_metrics import PoolCollector
+from gateway.pool_state import PoolStates
 from gateway.preparation import Preparer
-from gateway.routes import chat, completions, health, jobs, models
+from gateway.routes import chat, completions, health, jobs, models, pools
 from gateway.services import Services
 from gateway.submission import Submitter
 from gateway.sweeper import Sweeper
@@ -60,13 +62,17 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         lifespan=lifespan,
         redoc_url=None,
     )
-    for room in (chat, completions, models, jobs, health):
+    for room in (chat, completions, models, jobs, pools, health):
         app.include_router(room.router)
     errors.install(app)
     docs.install(app)
     # The last one added is the outermost.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
-    app.add_middleware(Authentication, keyring=Keyring([key.get_secret_value() for key in settings.api_keys]))
+    app.add_middleware(
+        Authentication,
+        keyring=Keyring([key.get_secret_value() for key in settings.api_keys]),
+        metrics_key=settings.metrics_key.get_secret_value() if settings.metrics_key else None,
+    )
     app.add_middleware(RequestScope, metrics=metrics)
     return app
 
@@ -97,8 +103,10 @@ async def _open(settings: GatewaySettings, metrics: GatewayMetrics, stack: Async
             idle_s=min(IDLE_S, settings.keepalive_s),
         )
     )
-    catalogue = Catalogue(store, executor)
+    catalogue = Catalogue(store, executor, settings.pools)
     loads = PoolLoads(store, catalogue)
+    states = PoolStates(store, catalogue, loads, settings.pools, settings.scale_target_s)
+    metrics.registry.register(PoolCollector(states))
     submitter = Submitter(store, metrics, loads)
     stack.push_async_callback(submitter.close)
     background = [
@@ -116,6 +124,7 @@ async def _open(settings: GatewaySettings, metrics: GatewayMetrics, stack: Async
         preparer=Preparer(catalogue, executor, settings),
         entrance=_entrance(client, store, loads, settings),
         hub=hub,
+        pools=states,
         submitter=submitter,
         metrics=metrics,
         executor=executor,

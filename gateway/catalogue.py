@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 import structlog
 
 from gateway.prompts import PromptEncoder
-from shared.errors import ModelNotFoundError, ProtocolError, RopewayError
+from shared.errors import ModelNotFoundError, ProtocolError, RopewayError, ServiceUnavailableError
 from shared.jobstore import JobStore
 from shared.protocol import Card, TokenizerBundle, WorkerInfo
 
@@ -20,6 +21,8 @@ log = structlog.get_logger(__name__)
 REFRESH_S = 5.0
 #: An unknown name makes the catalogue look again, at most this often.
 MISS_REFRESH_S = 0.5
+#: Retry-After in seconds where a pool's first worker has not come yet; it reads a model.
+FIRST_WORKER_S = 10.0
 #: A worker not heard of for so long counts as gone.
 WORKER_TTL_MS = 15_000
 
@@ -49,12 +52,13 @@ class Catalogue:
     Reads only; one lock makes refreshes follow each other.
     """
 
-    def __init__(self, store: JobStore, executor: Executor) -> None:
+    def __init__(self, store: JobStore, executor: Executor, expected: Sequence[str] = ()) -> None:
         self._store = store
+        self._expected = frozenset(expected)
         self._executor = executor
         self._pools: dict[str, Pool] = {}
         self._lock = asyncio.Lock()
-        self._refreshed = -MISS_REFRESH_S
+        self._refreshed = -math.inf
         self._broken: dict[str, tuple[str, int]] = {}
 
     @property
@@ -71,12 +75,15 @@ class Catalogue:
 
         Raises:
             ModelNotFoundError: no pool has this name.
-            ServiceUnavailableError: Redis is away, so it cannot be known.
+            ServiceUnavailableError: Redis is away, so it cannot be known; or the pool is meant to be here, and no
+                worker has said yet what it serves.
         """
         pool = self._pools.get(model)
         if pool is None:
-            await self._refresh_after_miss()
+            await self.refresh_after_miss()
             pool = self._pools.get(model)
+        if pool is None and model in self._expected:
+            raise ServiceUnavailableError("the first worker of this model is being started", retry_after=FIRST_WORKER_S)
         if pool is None:
             raise ModelNotFoundError("model: no model with this name is served here, see /v1/models", param="model")
         return pool
@@ -88,7 +95,7 @@ class Catalogue:
             ServiceUnavailableError: Redis is away.
         """
         if not self._pools:
-            await self._refresh_after_miss()
+            await self.refresh_after_miss()
 
     async def refresh(self) -> None:
         """Read everything again; a pool whose card did not change keeps its tokenizer.
@@ -120,7 +127,12 @@ class Catalogue:
                 log.exception("catalogue.refresh_failed")
             await asyncio.sleep(REFRESH_S)
 
-    async def _refresh_after_miss(self) -> None:
+    def refreshed_within(self, seconds: float) -> bool:
+        """Whether everything was read so lately."""
+        return time.monotonic() - self._refreshed <= seconds
+
+    async def refresh_after_miss(self) -> None:
+        """Look again, unless that was done just now. Raises ServiceUnavailableError where Redis is away."""
         if time.monotonic() - self._refreshed >= MISS_REFRESH_S:
             await self.refresh()
 

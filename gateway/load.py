@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -13,6 +14,7 @@ from gateway.catalogue import Catalogue
 from shared.errors import RopewayError
 from shared.jobs import LaneLoad
 from shared.jobstore import JobStore
+from shared.keys import CLASSES
 
 log = structlog.get_logger(__name__)
 
@@ -29,11 +31,14 @@ class PoolLoad:
     """A pool's counters, summed over its lanes, and the tokens of jobs that end per second."""
 
     load: LaneLoad = field(default_factory=LaneLoad)
+    classes: Mapping[str, LaneLoad] = field(default_factory=lambda: dict.fromkeys(CLASSES, LaneLoad()))
     drain: float = 0.0
+    paused: bool = False
     seen_at: float = 0.0
 
-    def look(self, load: LaneLoad, now: float) -> None:
-        """Take new counters over."""
+    def look(self, load: LaneLoad, now: float, classes: Mapping[str, LaneLoad] | None = None) -> None:
+        """Take new counters over; without those of the classes, nothing is queued or running."""
+        self.classes = classes or dict.fromkeys(CLASSES, LaneLoad())
         ended = load.ended_tokens - self.load.ended_tokens
         # Counters of a lane vanish when it has been empty for long: then nothing is known of what ended.
         if self.seen_at and ended >= 0:
@@ -76,4 +81,9 @@ class PoolLoads:
     async def look(self, pool: str, lanes: int) -> None:
         """One look at one pool. Raises ServiceUnavailableError where Redis is away."""
         load = await self._store.pool_load(pool, lanes)
-        self._loads.setdefault(pool, PoolLoad()).look(load, time.monotonic())
+        busy = load.queued_jobs + load.running_jobs > 0
+        classes = await self._store.class_loads(pool, lanes) if busy else None
+        paused = await self._store.paused(pool)
+        state = self._loads.setdefault(pool, PoolLoad())
+        state.look(load, time.monotonic(), classes)
+        state.paused = paused

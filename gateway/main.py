@@ -11,8 +11,6 @@ from gateway.app import create_app
 from shared import logs
 from shared.settings import GatewaySettings
 
-#: Seconds that SIGTERM leaves to open requests. Jobs go on; clients of streams come back to another gateway.
-SHUTDOWN_GRACE_S = 20
 #: Bytes of a request's line and headers.
 MAX_HEAD_BYTES = 64 * 1024
 #: Connections that wait to be accepted.
@@ -65,7 +63,7 @@ def server(settings: GatewaySettings) -> uvicorn.Server:
             proxy_headers=False,
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
+            timeout_graceful_shutdown=settings.shutdown_grace_s,
         )
     )
 

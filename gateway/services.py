@@ -17,6 +17,7 @@ from gateway.entrance import Entrance, Repeat
 from gateway.hub import Hub
 from gateway.idempotency import digest_of, key_of
 from gateway.metrics import GatewayMetrics
+from gateway.pool_state import PoolStates
 from gateway.preparation import Preparer
 from gateway.schemas import parse
 from gateway.submission import Submitter
@@ -40,6 +41,7 @@ class Services:
     preparer: Preparer
     entrance: Entrance
     hub: Hub
+    pools: PoolStates
     submitter: Submitter
     metrics: GatewayMetrics
     executor: Executor

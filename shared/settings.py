@@ -35,6 +35,20 @@ class GatewaySettings(CommonSettings):
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     api_keys: list[SecretStr] = Field([], description="accepted API keys as a JSON list; empty: no key is asked for")
+    metrics_key: SecretStr | None = Field(
+        None, description="a further key that may read /v1/pools, and nothing else: for an autoscaler"
+    )
+    pools: list[str] = Field(
+        [],
+        description="pools that are meant to be here, as a JSON list: until one's first worker has come, requests for "
+        "it are answered with 503 and not with 404, and its load asks for a worker",
+    )
+    scale_target_s: float = Field(
+        10.0,
+        gt=0,
+        description="seconds that queued jobs may wait, in the number of workers that /v1/pools asks for",
+    )
+    shutdown_grace_s: int = Field(20, ge=0, description="seconds that SIGTERM leaves open requests to end")
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="largest request body in bytes")
     max_prompts: int = Field(128, ge=1, description="most prompts in one completions request")
     max_choices: int = Field(128, ge=1, description="most choices in one request, prompts times n")

@@ -30,14 +30,14 @@ async def health(request: Request) -> Response:
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
-    """Whether requests can be taken: Redis answers and at least one model has a card."""
+    """Whether requests can be taken: Redis answers, and a model has a card or is meant to be here."""
     services = services_of(request)
     # Not cancelled when it is late: a command that is broken off costs its connection.
     check = asyncio.create_task(_redis_answers(services))
     await asyncio.wait({check}, timeout=REDIS_TIMEOUT_S)
     redis = check.done() and check.result()
     models = [pool.card.pool for pool in services.catalogue.pools]
-    well = redis and bool(models) and services.hub.connected
+    well = redis and bool(models or services.settings.pools) and services.hub.connected
     state: dict[str, Any] = {"status": "ready" if well else "unready", "redis": redis, "models": models}
     return JSONResponse(state, 200 if well else 503, headers={} if well else {"retry-after": "1"})
 
