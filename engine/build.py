@@ -12,9 +12,9 @@ import torch
 
 from engine import cpu_kernels
 from engine.adapters.device import DeviceAdapters
-from engine.adapters.library import AdapterLibrary
+from engine.adapters.library import AdapterLibrary, AdapterSource
 from engine.adapters.targets import targets
-from engine.adapters.weights import load_adapter
+from engine.adapters.weights import Adapter, load_adapter
 from engine.cache_folder import default_cache_dir
 from engine.config import EngineConfig, SchedulerConfig
 from engine.engine import Engine
@@ -41,8 +41,8 @@ _PREFILL_THRESHOLDS = {"cpu": 32, "cuda": 512}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def build_engine(config: EngineConfig) -> Engine:
-    """Load the model and put an engine around it.
+def build_engine(config: EngineConfig, source: AdapterSource | None = None) -> Engine:
+    """Load the model and put an engine around it. Adapters that nobody registers come from `source`.
 
     Raises:
         ValueError: the model is not found or not served, or a setting does not fit it.
@@ -64,7 +64,7 @@ def build_engine(config: EngineConfig) -> Engine:
     slots = library = None
     if config.enable_lora:
         slots = DeviceAdapters(model_config, config.max_loras, config.max_lora_rank, dtype, device)
-        library = _library(config, model)
+        library = _library(config, model, source)
     runner = _runner(model, checkpoint, ops, num_blocks, config.block_size, slots)
     scheduler = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
@@ -81,7 +81,7 @@ def build_engine(config: EngineConfig) -> Engine:
     return Engine(runner, info, checkpoint.bundle.tokenizer, scheduler, library)
 
 
-def _library(config: EngineConfig, model: CausalLM) -> AdapterLibrary:
+def _library(config: EngineConfig, model: CausalLM, source: AdapterSource | None) -> AdapterLibrary[Adapter]:
     """Reads adapters for a model."""
     read = partial(
         load_adapter,
@@ -91,7 +91,7 @@ def _library(config: EngineConfig, model: CausalLM) -> AdapterLibrary:
         base=model.own_layers(),
         base_step=OWN_STEP,
     )
-    return AdapterLibrary(read, config.max_cpu_loras or config.max_loras)
+    return AdapterLibrary(read, config.max_cpu_loras or config.max_loras, source=source)
 
 
 def _prefill_threshold(config: EngineConfig, device: torch.device) -> int:
@@ -218,4 +218,10 @@ def _info(
         chat_template=bundle.chat_template,
         special_tokens=bundle.special_tokens,
         sampling_defaults=checkpoint.sampling_defaults,
+        adapter_modules=_adapter_modules(model) if config.enable_lora else {},
+        max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
     )
+
+
+def _adapter_modules(model: CausalLM) -> dict[str, tuple[int, int]]:
+    return {name: (target.inputs, target.outputs) for name, target in targets(model.config).items()}

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
-from engine.adapters.slots import AdapterSlots
+from engine.adapters.tiers import AdapterTiers
 from engine.block_pool import BlockPool
 from engine.choice import ChoiceWriter, spelled
 from engine.config import SchedulerConfig
 from engine.detokenizer import Detokenizer
 from engine.plan import Runner, Sampled, Span, StepPlan
 from engine.request import (
+    AdapterStats,
     Capacity,
     ChoiceDelta,
     EngineRequest,
@@ -38,6 +41,7 @@ from shared.errors import EngineError, InvalidRequestError, RopewayError
 
 if TYPE_CHECKING:
     from engine.adapters.library import AdapterLibrary
+    from engine.adapters.weights import Adapter
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +75,7 @@ class Engine:
         info: ModelInfo,
         tokenizer: Tokenizer,
         config: SchedulerConfig,
-        library: AdapterLibrary | None = None,
+        library: AdapterLibrary[Adapter] | None = None,
     ) -> None:
         """Serve a model; with a `library` also its adapters, whose loading goes on beside the steps."""
         self.library = library
@@ -80,8 +84,8 @@ class Engine:
         self._config = config
         self._detokenizer = Detokenizer(tokenizer)
         self._pool = BlockPool(runner.num_blocks, runner.block_size, prefix_caching=config.enable_prefix_caching)
-        slots = None if library is None else AdapterSlots(config.max_loras, library.__contains__)
-        self._scheduler = Scheduler(config, self._pool, slots)
+        self._tiers = None if library is None else AdapterTiers(library, config.max_loras)
+        self._scheduler = Scheduler(config, self._pool, None if self._tiers is None else self._tiers.slots)
         self._eos = frozenset(info.eos_token_ids)
         self._live: dict[str, _Live] = {}
         self._complete: list[_Live] = []
@@ -116,7 +120,7 @@ class Engine:
         # Only now, so that a refused request leaves no trace.
         self._live[request.id] = live
         if self.library is not None and request.adapter is not None:
-            self.library.want(request.adapter)
+            self.library.want(request.adapter, request.adapter_name)
         sequences = list(live.writers)
         if request.params.prompt_logprobs is not None and sequences:
             sequences[0].scores, sequences[0].scored = True, scored
@@ -168,7 +172,12 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._live)
+        return bool(self._live) or (self.library is not None and self.library.awaited)
+
+    def keep_adapters(self, pinned: Mapping[str, str], retired: Collection[str]) -> None:
+        """See `EngineProtocol.keep_adapters`."""
+        if self._tiers is not None:
+            self._tiers.keep(pinned, retired)
 
     def stats(self) -> EngineStats:
         """A snapshot."""
@@ -187,7 +196,14 @@ class Engine:
             prefix_query_tokens=scheduler.prefix_hits.queries,
             prefix_hit_rate=scheduler.prefix_hits.recent,
             preemptions=scheduler.preemptions,
+            adapters=self._adapter_stats(),
         )
+
+    def _adapter_stats(self) -> AdapterStats:
+        if self._tiers is None:
+            return AdapterStats()
+        running = {s.request_id for s in self._scheduler.sequences() if s.state is SequenceState.RUNNING}
+        return self._tiers.stats((live.adapter, live.id in running) for live in self._live.values() if live.adapter)
 
     def info(self) -> ModelInfo:
         """The model."""
@@ -200,6 +216,8 @@ class Engine:
             AssertionError: one is broken.
         """
         self._scheduler.check()
+        if self.library is not None:
+            self.library.check(Counter(live.adapter for live in self._live.values() if live.adapter))
         queued = sorted((s.request_id, s.index) for s in self._scheduler.sequences())
         open_choices = sorted((live.id, s.index) for live in self._live.values() for s in live.writers)
         if queued != open_choices:
@@ -259,15 +277,15 @@ class Engine:
 
     def _fill(self, plan: StepPlan, outputs: dict[str, StepOutput]) -> StepPlan:
         """Bring adapters to their slots; the pass without those where that failed."""
-        assert self.library is not None
-        assert self._scheduler.slots is not None
+        assert self._tiers is not None
         for slot, identity in plan.fills:
             try:
-                self._runner.fill_slot(slot, self.library.get(identity))
+                self._runner.fill_slot(slot, self._tiers.library.get(identity))
+                self._tiers.filled(slot, identity)
             except Exception:  # whatever is wrong with one adapter must not end the requests of others
                 logger.exception("adapter %s cannot be brought to slot %d", identity, slot)
                 self._fail_all({identity: EngineError(_INTERNAL)}, outputs)
-                self._scheduler.slots.evict(identity)
+                self._tiers.evict(identity)
         running = [span.sequence.state is SequenceState.RUNNING for span in plan.spans]
         spans = [span for span, runs in zip(plan.spans, running, strict=True) if runs]
         return StepPlan(spans, sum(running[: plan.decodes]), plan.copies)
@@ -398,8 +416,8 @@ class Engine:
     def _finish(self, live: _Live, output: StepOutput) -> StepOutput:
         """The request is over. Its last output says all that there is to say."""
         del self._live[live.id]
-        if self.library is not None and live.adapter is not None:
-            self.library.let_go(live.adapter)
+        if self._tiers is not None and live.adapter is not None:
+            self._tiers.let_go(live.adapter)
         if live in self._complete:
             self._complete.remove(live)
         output.finished = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -56,6 +57,7 @@ class EngineRequest:
         params: `max_tokens` None means up to the context; a `seed` of None is drawn by the engine.
         priority: smaller first; see `PRIORITIES`.
         adapter: adapter identity (hash of content), None for the base model.
+        adapter_name: what it is called, for logs; it may be empty.
         cache_salt: mixed into the prefix cache's keys.
         resume: choices that were under way elsewhere; empty for a fresh request.
         prompt_logprobs_done: entries of the prompt's log probabilities that were published elsewhere.
@@ -66,6 +68,7 @@ class EngineRequest:
     params: SamplingParams
     priority: int = 1
     adapter: str | None = None
+    adapter_name: str = ""
     cache_salt: str | None = None
     resume: list[ResumedChoice] = field(default_factory=list)
     prompt_logprobs_done: int = 0
@@ -137,6 +140,39 @@ class Capacity:
 
 
 @dataclass(slots=True)
+class AdapterStats:
+    """Where adapters are, by identity. Counters rise for the engine's life.
+
+    Attributes:
+        slots: on the device; 0 where no adapters are served.
+        resident: adapters in slots.
+        in_memory: adapters in memory, in a slot or not.
+        loading: adapters that are being fetched or read, or wait for room in memory.
+        failed: why others could not be had, the last ones, until they can.
+        loads, load_failures: adapters that came into memory, and that could not.
+        load_seconds: of the last loads, the newest last: from the first request for one until it was in memory.
+        fills, evictions: adapters that were brought to a slot, and that left one.
+        loading_requests: requests that wait for an adapter to be in memory.
+        waiting_requests: those that wait for a slot or for blocks.
+        running_requests: those in the batch.
+    """
+
+    slots: int = 0
+    resident: list[str] = field(default_factory=list)
+    in_memory: list[str] = field(default_factory=list)
+    loading: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    loads: int = 0
+    load_failures: int = 0
+    load_seconds: list[float] = field(default_factory=list)
+    fills: int = 0
+    evictions: int = 0
+    loading_requests: int = 0
+    waiting_requests: int = 0
+    running_requests: int = 0
+
+
+@dataclass(slots=True)
 class EngineStats:
     """A snapshot for metrics. Blocks: free + used + cached = total. Counters rise for the engine's life.
 
@@ -156,13 +192,16 @@ class EngineStats:
     prefix_query_tokens: int = 0
     prefix_hit_rate: float = 0.0
     preemptions: int = 0
+    adapters: AdapterStats = field(default_factory=AdapterStats)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What a worker writes on the pool's card.
 
-    `tokenizer_json`, `chat_template` and `special_tokens` go to gateways as they are.
+    `tokenizer_json`, `chat_template` and `special_tokens` go to gateways as they are. `adapter_modules` are inputs and
+    outputs of each module that an adapter may change, by name, and `max_lora_rank` is the largest rank; none and 0
+    where no adapters are served.
     """
 
     name: str
@@ -176,6 +215,8 @@ class ModelInfo:
     chat_template: str | None
     special_tokens: dict[str, str] = field(default_factory=dict)
     sampling_defaults: dict[str, float] = field(default_factory=dict)
+    adapter_modules: dict[str, tuple[int, int]] = field(default_factory=dict)
+    max_lora_rank: int = 0
 
 
 class EngineProtocol(Protocol):
@@ -202,7 +243,15 @@ class EngineProtocol(Protocol):
         """What could be admitted now for this priority; sequences of lower ones count as room."""
 
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether a step would do anything, be it only to take in an adapter that was read."""
+
+    def keep_adapters(self, pinned: Mapping[str, str], retired: Collection[str]) -> None:
+        """What is to be in memory, and what need not; each call in place of the last. Nothing where none are served.
+
+        Args:
+            pinned: names by identity: read ahead and kept, as far as memory has room for another one beside them.
+            retired: identities that no name stands for any more: they go with their last request.
+        """
 
     def stats(self) -> EngineStats:
         """A snapshot."""

@@ -1,8 +1,9 @@
 """`SimEngine`: an engine with a cost model in place of a model, for load and chaos tests. It needs no torch.
 
-Scheduling is real, if plain: continuous batching, chunked prefill, block accounting, preemption by recompute, classes.
-Tokens are a pure function of (prompt, seed, choice index, position), the prompt's log probabilities of its tokens up to
-theirs, so a job that is taken up by another engine goes on with the same text and numbers.
+Scheduling is real, if plain: continuous batching, chunked prefill, block accounting, preemption by recompute, classes,
+slots of adapters. Tokens are a pure function of (prompt, adapter, seed, choice index, position), the prompt's log
+probabilities of adapter and its tokens up to theirs, so a job that is taken up by another engine goes on with the same
+text and numbers, and one that is computed with another adapter does not.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import secrets
 import time
 from bisect import insort
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
+from engine.adapters.library import AdapterSource
 from engine.request import (
     Capacity,
     ChoiceDelta,
@@ -24,9 +27,13 @@ from engine.request import (
     RequestUsage,
     StepOutput,
 )
+from engine.sim_adapters import SIM_MODULES, SimAdapters
 from engine.sim_model import CHAT_TEMPLATE, END, PromptSource, SimVocabulary, TextStream, TokenSource
-from engine.validation import checked_length, checked_prompt, checked_prompt_logprobs, checked_resume
+from engine.validation import check_adapter, checked_length, checked_prompt, checked_prompt_logprobs, checked_resume
 from shared.errors import InvalidRequestError
+
+#: Seconds that a step waits for an adapter where there is nothing else to do.
+_ADAPTER_WAIT_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +43,10 @@ class SimConfig:
     Attributes:
         step_ms, token_us: a step sleeps `step_ms` plus `token_us` for each of its tokens; 0 and 0 do not sleep.
         eos_period: an answer ends at each position with a chance of one in this many.
+        max_loras: slots of adapters; 0: none are served.
+        max_cpu_loras, max_lora_rank: as an engine's.
+        adapter_load_ms: what it takes to read an adapter, beside the steps.
+        max_bypasses: admissions past a sequence without a slot after which it claims one.
     """
 
     name: str = "sim"
@@ -47,6 +58,11 @@ class SimConfig:
     num_blocks: int = 16_384
     max_model_len: int = 4096
     eos_period: int = 256
+    max_loras: int = 0
+    max_cpu_loras: int = 16
+    max_lora_rank: int = 16
+    adapter_load_ms: float = 0.0
+    max_bypasses: int = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +100,11 @@ class _Choice:
     computed: int = 0
     blocks: int = 0
     running: bool = False
+    bypassed: int = 0
+
+    @property
+    def adapter(self) -> str | None:
+        return self.owner.source.adapter
 
     @property
     def length(self) -> int:
@@ -96,8 +117,12 @@ _order = attrgetter("order")
 class SimEngine:
     """Implements `EngineProtocol` without a model."""
 
-    def __init__(self, config: SimConfig | None = None) -> None:
-        self._config = config or SimConfig()
+    def __init__(self, config: SimConfig | None = None, source: AdapterSource | None = None) -> None:
+        """An engine; its adapters come from `source`, or without one of nowhere: then every identity is served."""
+        self._config = config = config or SimConfig()
+        self._adapters = SimAdapters(
+            config.max_loras, config.max_cpu_loras, config.adapter_load_ms, config.max_bypasses, source
+        )
         self._vocabulary = SimVocabulary()
         self._requests: dict[str, _Request] = {}
         self._running: list[_Choice] = []
@@ -116,6 +141,7 @@ class SimEngine:
         """
         if request.id in self._requests:
             raise InvalidRequestError("a request with this id is live")
+        check_adapter(request, self._adapters.library)
         context, kv_tokens = self._config.max_model_len, self._config.num_blocks * self._config.block_size
         prompt = checked_prompt(request, self._vocabulary.size, min(context, kv_tokens))
         request, params = replace(request, prompt_token_ids=prompt), request.params
@@ -147,6 +173,7 @@ class SimEngine:
             insort(self._waiting, choice, key=_order)
         self._arrivals += 1
         self._requests[request.id] = live
+        self._adapters.want(request.adapter, request.adapter_name)
 
     def step(self) -> list[StepOutput]:
         """One simulated pass: decodes first, then prefill chunks."""
@@ -155,8 +182,10 @@ class SimEngine:
             for request_id, request in list(self._requests.items())
             if not request.open
         }
+        self._take_adapters(outputs)
         self._admit()
         plan = self._plan()
+        self._adapters.fill()
         self._sleep(sum(plan.values()))
         for choice, count in plan.items():
             if not choice.running:  # preempted by one planned before it
@@ -186,7 +215,11 @@ class SimEngine:
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._requests)
+        return bool(self._requests) or self._adapters.awaited
+
+    def keep_adapters(self, pinned: Mapping[str, str], retired: Collection[str]) -> None:
+        """See `EngineProtocol.keep_adapters`."""
+        self._adapters.keep(pinned, retired)
 
     def stats(self) -> EngineStats:
         """A snapshot."""
@@ -194,7 +227,8 @@ class SimEngine:
         counters.running, counters.waiting = len(self._running), len(self._waiting)
         counters.total_blocks, counters.used_blocks = self._config.num_blocks, self._used_blocks
         counters.free_blocks = self._config.num_blocks - self._used_blocks
-        return replace(counters)
+        uses = [(r.source.adapter, any(choice.running for choice in r.open)) for r in self._requests.values()]
+        return replace(counters, adapters=self._adapters.stats(uses))
 
     def info(self) -> ModelInfo:
         """The simulated model."""
@@ -209,6 +243,8 @@ class SimEngine:
             tokenizer_json=self._vocabulary.tokenizer_json,
             chat_template=CHAT_TEMPLATE,
             special_tokens={"eos_token": END},
+            adapter_modules=dict(SIM_MODULES) if self._config.max_loras else {},
+            max_lora_rank=self._config.max_lora_rank if self._config.max_loras else 0,
         )
 
     def check(self) -> None:
@@ -225,6 +261,20 @@ class SimEngine:
             raise AssertionError("a choice is neither running nor waiting, or is over and still listed")
         if any(not c.running for c in self._running) or any(c.running or c.blocks for c in self._waiting):
             raise AssertionError("a choice is in two states")
+        live = [request.source.adapter for request in self._requests.values()]
+        self._adapters.check([choice.adapter for choice in self._running], live)
+
+    # Adapters
+
+    def _take_adapters(self, outputs: dict[str, StepOutput]) -> None:
+        """Take in what was read. Where nothing else is to be done, wait for it a little while."""
+        ready = self._running or outputs or any(self._adapters.ready(choice.adapter) for choice in self._waiting)
+        failures = self._adapters.poll(0.0 if ready else _ADAPTER_WAIT_S)
+        for request in [r for r in self._requests.values() if r.source.adapter in failures]:
+            assert request.source.adapter is not None
+            deltas = [self._close(choice, [], "error") for choice in list(request.open)]
+            output = outputs[request.source.id] = self._output(request, finished=True, choices=deltas)
+            output.error = failures[request.source.adapter]
 
     # Admission and blocks
 
@@ -232,9 +282,17 @@ class SimEngine:
         return -(-tokens // self._config.block_size)
 
     def _admit(self) -> None:
-        """Move waiting choices into the batch in order; the first that does not fit holds the others back."""
-        while self._waiting:
-            choice = self._waiting[0]
+        """Move waiting choices into the batch in order; the first that does not fit holds the others back.
+
+        Those whose adapter has no slot are passed.
+        """
+        self._adapters.begin()
+        passed: list[_Choice] = []
+        while len(passed) < len(self._waiting):
+            choice = self._waiting[len(passed)]
+            if not self._adapters.has_slot(choice.adapter, choice.bypassed, choice.owner.preemptions > 0):
+                passed.append(choice)
+                continue
             need = self._blocks(min(choice.length + 1, choice.limit))
             while not self._fits(need):
                 victim = self._running[-1] if self._running else None
@@ -243,7 +301,10 @@ class SimEngine:
                 self._preempt(victim)
             self._waiting.remove(choice)
             self._hold(choice, need)
-            choice.running = True
+            self._adapters.acquire(choice.adapter)
+            for other in passed:
+                other.bypassed += 1
+            choice.running, choice.bypassed = True, 0
             insort(self._running, choice, key=_order)
 
     def _fits(self, blocks: int) -> bool:
@@ -258,6 +319,7 @@ class SimEngine:
     def _preempt(self, choice: _Choice) -> None:
         """Give its blocks back; it keeps its tokens and computes them again."""
         self._running.remove(choice)
+        self._adapters.release(choice.adapter)
         self._hold(choice, 0)
         choice.computed, choice.running = 0, False
         choice.owner.preemptions += 1
@@ -304,7 +366,7 @@ class SimEngine:
         output.usage, output.finished = request.usage(), not request.open
         output.blocks, output.preemptions = request.peak_blocks, request.preemptions
         if output.finished:
-            del self._requests[request.source.id]
+            self._forget(request)
 
     def _score(self, request: _Request, known: int) -> list[LogprobEntry]:
         """Log probabilities of the prompt that its first `known` tokens give and that are not given out yet."""
@@ -344,6 +406,8 @@ class SimEngine:
         """End a choice: its blocks are free, text that was held back is released."""
         request = choice.owner
         (self._running if choice.running else self._waiting).remove(choice)
+        if choice.running:
+            self._adapters.release(choice.adapter)
         self._hold(choice, 0)
         request.open.remove(choice)
         request.closed_tokens += len(choice.output)
@@ -352,7 +416,7 @@ class SimEngine:
         )
 
     def _output(self, request: _Request, *, finished: bool, choices: list[ChoiceDelta] | None = None) -> StepOutput:
-        del self._requests[request.source.id]
+        self._forget(request)
         return StepOutput(
             request.source.id,
             choices or [],
@@ -361,3 +425,7 @@ class SimEngine:
             blocks=request.peak_blocks,
             preemptions=request.preemptions,
         )
+
+    def _forget(self, request: _Request) -> None:
+        del self._requests[request.source.id]
+        self._adapters.let_go(request.source.adapter)

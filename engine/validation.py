@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
+from engine.adapters.library import AdapterLibrary
 from engine.request import EngineRequest, ResumedChoice
 from shared.errors import (
     ContextLengthExceededError,
@@ -11,9 +12,6 @@ from shared.errors import (
     ModelNotFoundError,
     UnsupportedParameterError,
 )
-
-if TYPE_CHECKING:
-    from engine.adapters.library import AdapterLibrary
 
 
 def checked_prompt(request: EngineRequest, vocab_size: int, room: int) -> list[int]:
@@ -36,7 +34,7 @@ def checked_prompt(request: EngineRequest, vocab_size: int, room: int) -> list[i
     return prompt[-(max(1, room - (params.max_tokens or 1)) if keep == -1 else keep) :]
 
 
-def check_adapter(request: EngineRequest, library: AdapterLibrary | None) -> None:
+def check_adapter(request: EngineRequest, library: AdapterLibrary[Any] | None) -> None:
     """Refuse what would else be answered by the base model.
 
     Raises:
@@ -46,7 +44,7 @@ def check_adapter(request: EngineRequest, library: AdapterLibrary | None) -> Non
     if request.adapter is None:
         return
     if library is None:
-        raise UnsupportedParameterError("adapter: this engine does not serve any", param="adapter")
+        raise UnsupportedParameterError("adapter: this engine serves none (enable_lora)", param="adapter")
     if not library.knows(request.adapter):
         raise ModelNotFoundError("adapter: it is not registered", param="adapter")
 

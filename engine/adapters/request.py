@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from engine.adapters.library import AdapterLibrary
 from shared.errors import AdapterError, InvalidRequestError, ModelNotFoundError, UnsupportedParameterError
@@ -37,7 +38,7 @@ class NamedAdapters:
         library: None where adapters are not enabled.
     """
 
-    def __init__(self, library: AdapterLibrary | None) -> None:
+    def __init__(self, library: AdapterLibrary[Any] | None) -> None:
         self._library = library
         self._names: dict[str, str] = {}
 
@@ -95,7 +96,7 @@ class NamedAdapters:
         except AdapterError as error:
             raise AdapterError(f"adapter {request.lora_name}: {error.message}", param="lora_path") from None
 
-    def _enabled(self) -> AdapterLibrary:
+    def _enabled(self) -> AdapterLibrary[Any]:
         if self._library is None:
             raise UnsupportedParameterError("lora_request: adapters need enable_lora=True", param="lora_request")
         return self._library

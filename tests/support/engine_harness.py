@@ -57,7 +57,7 @@ class LateExecutor(Executor):
             future.set_exception(error)
 
 
-def adapters(names: Iterable[str], capacity: int = 32, executor: Executor | None = None) -> AdapterLibrary:
+def adapters(names: Iterable[str], capacity: int = 32, executor: Executor | None = None) -> AdapterLibrary[Adapter]:
     """A library of adapters without weights, each in a folder of its own name; one named `broken...` cannot be read."""
 
     def read(folder: Path) -> Adapter:
@@ -71,7 +71,9 @@ def adapters(names: Iterable[str], capacity: int = 32, executor: Executor | None
     return library
 
 
-def make_engine(runner: FakeRunner | None = None, library: AdapterLibrary | None = None, **settings: Any) -> Engine:
+def make_engine(
+    runner: FakeRunner | None = None, library: AdapterLibrary[Adapter] | None = None, **settings: Any
+) -> Engine:
     """An engine over `runner`, with adapters a to d where no `library` is; `settings` are `SchedulerConfig`'s."""
     settings.setdefault("max_model_len", 512)
     runner = runner or FakeRunner()

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterable
+from concurrent.futures import Executor
 from pathlib import Path
 
 import pytest
 
 from engine.adapters.library import AdapterLibrary
 from engine.adapters.weights import Adapter
-from shared.errors import AdapterError, EngineError
-from tests.support.engine_harness import LateExecutor, adapters
+from shared.errors import AdapterError, EngineError, RopewayError, ServiceUnavailableError
+from tests.support.engine_harness import InlineExecutor, LateExecutor, adapters
 
 
-def names(library: AdapterLibrary, candidates: str = "abcdef") -> str:
+def names(library: AdapterLibrary[Adapter], candidates: Iterable[str] = "abcdef") -> str:
     return "".join(name for name in candidates if name in library)
 
 
@@ -155,3 +157,211 @@ def test_an_unregistered_adapter_takes_no_requests_and_those_that_wait_go_on() -
 def test_at_least_one() -> None:
     with pytest.raises(ValueError, match="max_cpu_loras"):
         adapters("a", capacity=0)
+
+
+# --- a source, pins, retirement ---
+
+
+class Store:
+    """A source whose adapters appear when the test says so."""
+
+    def __init__(self, *identities: str) -> None:
+        self.has, self.asked, self.discarded = set(identities), list[str](), list[str]()
+
+    def folder(self, identity: str) -> Path:
+        self.asked.append(identity)
+        if identity not in self.has:
+            raise ServiceUnavailableError(f"{identity} is not there")
+        return Path(identity)
+
+    def discard(self, identity: str) -> None:
+        self.discarded.append(identity)
+
+
+def from_store(store: Store, capacity: int = 4, executor: Executor | None = None) -> AdapterLibrary[Adapter]:
+    return AdapterLibrary(
+        lambda folder: Adapter(folder.name, 1, {}), capacity, executor or InlineExecutor(), source=store
+    )
+
+
+def settle(library: AdapterLibrary[Adapter]) -> dict[str, RopewayError]:
+    failures: dict[str, RopewayError] = {}
+    while library.pending:
+        failures |= library.poll()
+    return failures
+
+
+def test_what_is_not_registered_comes_from_the_source_once() -> None:
+    store = Store("a")
+    library = from_store(store)
+    for _ in range(50):
+        library.want("a", "sql")
+    assert settle(library) == {}
+    assert "a" in library
+    assert (store.asked, library.reads, library.loads, len(library.load_seconds)) == (["a"], 1, 1, 1)
+
+
+def test_files_are_fetched_while_there_is_no_room_in_memory_and_read_when_there_is() -> None:
+    store = Store("a", "b")
+    library = from_store(store, capacity=1)
+    library.want("a")
+    settle(library)
+    library.want("b")
+    settle(library)
+    assert (store.asked, names(library), library.loading) == (["a", "b"], "a", ["b"])
+    library.let_go("a")
+    settle(library)
+    assert names(library) == "b"
+    library.check({"b": 1})
+
+
+def test_one_that_the_source_does_not_have_holds_up_nobody_and_is_tried_again() -> None:
+    store, late = Store("a"), LateExecutor()
+    library = from_store(store, capacity=1, executor=late)
+    library.want("lost")
+    library.want("a")
+    late.run(1)
+    library.poll()
+    late.run(1)
+    library.poll()
+    assert names(library) == "a", "although the other one is still being looked for"
+    late.run()
+    assert list(library.poll()) == ["lost"]
+    assert list(library.failed) == ["lost"]
+    assert library.load_failures == 1
+    library.let_go("lost")
+    library.let_go("a")
+    store.has.add("lost")
+    library.want("lost")
+    late.run()
+    library.poll()
+    late.run()
+    assert library.poll() == {}
+    assert names(library, ["lost"]) == "lost"
+    assert library.failed == {}
+
+
+def test_what_was_fetched_for_nobody_any_more_is_not_read() -> None:
+    late = LateExecutor()
+    library = from_store(Store("a"), executor=late)
+    library.want("a")
+    assert library.awaited
+    library.let_go("a")
+    assert library.pending
+    assert not library.awaited
+    late.run()
+    library.poll()
+    assert (library.reads, late.waiting) == (0, [])
+
+
+def test_a_damaged_copy_is_discarded_so_that_the_next_one_is_new() -> None:
+    store = Store("a")
+    library = AdapterLibrary(lambda folder: Adapter("damaged", 1, {}), 1, InlineExecutor(), source=store)
+    library.want("a")
+    assert "changed" in settle(library)["a"].message
+    assert store.discarded == ["a"]
+
+
+def test_pinned_ones_are_read_ahead_and_stay() -> None:
+    library = from_store(Store(*"abcdef"), capacity=3)
+    library.pin({"a": "first", "b": "second"})
+    assert library.awaited
+    settle(library)
+    assert names(library) == "ab"
+    for name in "cdef":
+        library.want(name)
+        settle(library)
+        library.let_go(name)
+    assert names(library) == "abf"
+    library.pin({"b": "second"})
+    for name in "cd":
+        library.want(name)
+        settle(library)
+    assert names(library) == "bcd"
+    library.check({"c": 1, "d": 1})
+
+
+def test_there_is_always_room_for_one_that_is_not_pinned(caplog: pytest.LogCaptureFixture) -> None:
+    library = from_store(Store(*"abcd"), capacity=2)
+    for _ in range(3):
+        library.pin({"a": "one", "b": "two", "c": "three"})
+    settle(library)
+    library.want("d")
+    settle(library)
+    assert names(library) == "ad"
+    assert [record.message for record in caplog.records if "2 of the pinned" in record.message] != []
+    assert len(caplog.records) == 1, "said once"
+
+
+def test_a_request_goes_before_what_is_only_pinned() -> None:
+    late = LateExecutor()
+    library = from_store(Store("a", "b"), capacity=2, executor=late)
+    library.want("x")
+    library.want("y")
+    library.pin({"a": "pinned"})
+    library.want("b")
+    for _ in range(4):
+        late.run()
+    library.poll()
+    library.let_go("x")
+    for _ in range(len(late.waiting)):
+        late.run()
+    library.poll()
+    assert names(library) in ("b", "ab")
+
+
+def test_a_pinned_one_that_cannot_be_had_is_tried_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("engine.adapters.library.time.monotonic", lambda: now)
+    store = Store()
+    library = from_store(store)
+    library.pin({"a": "pinned"})
+    settle(library)
+    library.pin({"a": "pinned"})
+    assert store.asked == ["a"], "not with every heartbeat"
+    now += 31
+    store.has.add("a")
+    library.pin({"a": "pinned"})
+    settle(library)
+    assert names(library) == "a"
+
+
+def test_a_retired_one_leaves_with_its_last_request() -> None:
+    library = from_store(Store(*"ab"))
+    for name in "aab":
+        library.want(name)
+        settle(library)
+    library.let_go("b")
+    library.retire(["a", "b"])
+    assert names(library) == "a"
+    assert library.retired("b")
+    assert not library.retired("a")
+    library.let_go("a")
+    assert "a" in library
+    library.let_go("a")
+    assert (names(library), library.retired("a")) == ("", True)
+
+
+def test_one_that_came_back_is_retired_no_more() -> None:
+    library = from_store(Store("a"))
+    library.want("a")
+    settle(library)
+    library.retire(["a"])
+    library.retire([])
+    library.let_go("a")
+    assert names(library) == "a"
+
+
+def test_the_log_names_it(caplog: pytest.LogCaptureFixture) -> None:
+    library = from_store(Store())
+    library.want("0f" * 16, "sql")
+    assert settle(library) != {}
+    assert f"adapter sql ({'0f' * 16}) cannot be served" in caplog.text
+
+
+def test_the_check_finds_what_is_counted_wrongly() -> None:
+    library = from_store(Store("a"))
+    library.want("a")
+    library.check({"a": 1})
+    with pytest.raises(AssertionError):
+        library.check({})
