@@ -12,7 +12,7 @@ def embed(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """`table[ids]`.
 
     Args:
-        table: [entries, width].
+        table: [entries, width], or that as `pack` has made it.
         ids: [tokens] int64.
 
     Returns:

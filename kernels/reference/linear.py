@@ -23,7 +23,7 @@ def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     """A function `x, delta -> x @ weight.T + bias + delta`.
 
     Args:
-        weight: [out, in]; not to be changed afterwards.
+        weight: [out, in], or that as `pack` has made it; not to be changed afterwards.
         bias: [out] or None.
     """
 
@@ -39,7 +39,7 @@ def gated_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Line
     """A function `x, delta -> silu(x @ gate.T + delta) * (x @ up.T + delta)`, each with its own half of `delta`.
 
     Args:
-        weight: [2 * intermediate, in], gate then up.
+        weight: [2 * intermediate, in], gate then up; or that as `pack` has made it.
         bias: [2 * intermediate] or None.
     """
 

@@ -23,7 +23,7 @@ def unembed(weight: torch.Tensor) -> Unembed:
     """A function `x, delta -> x @ weight.T + delta` for [rows, hidden]; `delta` is [rows, vocab] float32 or None.
 
     Args:
-        weight: [vocab, hidden]; not to be changed afterwards.
+        weight: [vocab, hidden], or that as `pack` has made it; not to be changed afterwards.
     """
 
     project = linear(weight)

@@ -14,9 +14,11 @@ import torch
 from engine.batch import build_batch
 from kernels.attention import AttentionBatch
 from kernels.cpu import native
+from kernels.cpu.native import operations
 from kernels.cpu.native.program import CaptureError, Recorder, recording
 from kernels.lora import LoraLayer, LoraPass, lora_batch
 from kernels.ops import Ops, is_native, ops_for
+from kernels.packed import Packed
 from tests.kernels.test_paged_attention import DIM, Pool
 from tests.support.native import load_native
 
@@ -56,6 +58,40 @@ def test_products_of_any_size(ops: Ops, dtype: torch.dtype, rows: int, width: in
     assert float((logits.values[:, : 2 * out].double() - x.double() @ weight.double().T).abs().max()) <= 2e-5
     assert torch.equal(logits.peaks, logits.blocks.amax(-1))
     assert torch.equal(logits.best, logits.values.amax(-1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("vocab", "width"), [(1, 1), (33, 7), (130, 64), (257, 31)])
+def test_rows_of_a_packed_table_are_those_of_the_table(ops: Ops, dtype: torch.dtype, vocab: int, width: int) -> None:
+    table, ids = torch.randn(vocab, width).to(dtype), torch.randint(vocab, (40,))
+    packed = ops.pack(table)
+    assert torch.equal(ops.embed(packed, ids), table[ids].float())
+    assert torch.equal(ops.embed(packed, torch.arange(vocab)), table.float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_take_what_was_packed_before(ops: Ops, dtype: torch.dtype) -> None:
+    x, weight, bias = torch.randn(5, 19).to(dtype), torch.randn(70, 19).to(dtype), torch.randn(70).to(dtype)
+    assert torch.equal(ops.linear(ops.pack(weight), bias)(x), ops.linear(weight, bias)(x))
+    gated = ops.pack(weight, gated=True)
+    assert torch.equal(ops.gated_linear(gated, bias)(x), ops.gated_linear(weight, bias)(x))
+    assert torch.equal(ops.unembed(ops.pack(weight))(x).values, ops.unembed(weight)(x).values)
+    short = Packed(gated.data[:-1], *gated.shape, dtype)
+    with pytest.raises(ValueError, match=r"a packed weight of \(70, 19\) has"):
+        ops.gated_linear(short)
+
+
+def test_a_layout_has_a_name_that_changes_with_it(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = native.layout()
+    assert native.layout() == name
+    real = operations.pack
+
+    def otherwise(weight: torch.Tensor, gated: bool = False) -> Packed:
+        packed = real(weight, gated)
+        return Packed(packed.data.flip(0), *packed.shape, packed.dtype) if gated else packed
+
+    monkeypatch.setattr(operations, "pack", otherwise)
+    assert native.layout() != name
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

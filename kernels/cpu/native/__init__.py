@@ -5,13 +5,14 @@ Registered for `cpu.native`, which the table takes only where it is asked to, af
 
 from kernels.cpu.native import attention, capture, lora, operations
 from kernels.cpu.native.library import load, paths, set_threads
-from kernels.cpu.native.operations import unserved
+from kernels.cpu.native.operations import layout, unserved
 from kernels.native_build import NativeUnavailableError
 
 __all__ = [
     "NativeUnavailableError",
     "attention",
     "capture",
+    "layout",
     "load",
     "lora",
     "operations",

@@ -15,7 +15,7 @@ from kernels.native_build import NativeUnavailableError, built
 
 logger = logging.getLogger(__name__)
 
-ABI = 2
+ABI = 3
 
 #: Numbers of dtypes in the records.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -48,6 +48,7 @@ class Gather(Structure):
         ("width", c_int64),
         ("table_dtype", c_int64),
         ("out_dtype", c_int64),
+        ("packed", c_int64),
     )
 
 

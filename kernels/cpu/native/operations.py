@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 
 import numpy as np
@@ -12,6 +13,7 @@ from kernels.cpu.native import library as native
 from kernels.cpu.native.library import DTYPES, GATED, LOGITS, PLAIN
 from kernels.cpu.native.program import empty, issue
 from kernels.ops import register
+from kernels.packed import Packed, Weight
 from kernels.reference.linear import Linear
 from kernels.reference.unembed import Unembed
 
@@ -35,14 +37,15 @@ def unserved(head_dim: int, dtype: torch.dtype) -> str | None:
 
 
 @register("embed", "cpu.native")
-def embed(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Contract of the reference; float32."""
-    width = table.shape[1]
+def embed(table: Weight, ids: torch.Tensor) -> torch.Tensor:
+    """Contract of the reference; float32. Of a packed table each row is read from its panel."""
+    width, packed = table.shape[1], isinstance(table, Packed)
+    data = table.data if isinstance(table, Packed) else table
     out = empty(len(ids), width, torch.float32)
     record = native.Gather(
-        table.data_ptr(), ids.data_ptr(), out.data_ptr(), width, DTYPES[table.dtype], DTYPES[out.dtype]
+        data.data_ptr(), ids.data_ptr(), out.data_ptr(), width, DTYPES[table.dtype], DTYPES[out.dtype], packed
     )
-    issue(record, len(ids), table, ids, out)
+    issue(record, len(ids), data, ids, out)
     return out
 
 
@@ -69,10 +72,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
 
 
 @register("linear", "cpu.native")
-def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+def linear(weight: Weight, bias: torch.Tensor | None = None) -> Linear:
     """Contract of the reference. The weight given may be freed afterwards."""
-    packed, order = pack(weight, PLAIN)
-    shift = None if bias is None else _padded(bias, order)
+    packed = _packed(weight, gated=False)
+    shift = None if bias is None else _padded(bias, _order(len(bias), native.library().ropeway_panel_columns()))
     width, dtype = weight.shape[0], weight.dtype
 
     def apply(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
@@ -82,11 +85,11 @@ def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
 
 
 @register("gated_linear", "cpu.native")
-def gated_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+def gated_linear(weight: Weight, bias: torch.Tensor | None = None) -> Linear:
     """Contract of the reference: SiLU and product are done where the matrix products leave their results."""
-    packed, order = pack(weight, GATED)
-    shift = None if bias is None else _padded(bias, order)
+    packed = _packed(weight, gated=True)
     width, dtype = weight.shape[0] // 2, weight.dtype
+    shift = None if bias is None else _padded(bias, _gated_order(width, native.library().ropeway_panel_columns() // 2))
 
     def apply(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
         return _project(x, packed, shift, empty(len(x), width, dtype), GATED, delta=delta)
@@ -95,9 +98,9 @@ def gated_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Line
 
 
 @register("unembed", "cpu.native")
-def unembed(weight: torch.Tensor) -> Unembed:
+def unembed(weight: Weight) -> Unembed:
     """Contract of the reference; float32 as summed, and the blocks' maxima are found on the way."""
-    packed, _ = pack(weight, LOGITS)
+    packed = _packed(weight, gated=False)
     vocab = weight.shape[0]
     blocks = -(-vocab // BLOCK)
 
@@ -137,15 +140,42 @@ def write_kv(kv: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) 
     issue(record, len(kv), kv, cache, slot_mapping)
 
 
-def pack(weight: torch.Tensor, epilogue: int) -> tuple[torch.Tensor, list[int]]:
-    """A weight in the library's own layout, and the weight's row for each of its columns (-1: none)."""
+@register("pack", "cpu.native")
+def pack(weight: torch.Tensor, gated: bool = False) -> Packed:
+    """Contract of the reference; the library's own layout, in panels. The weight given may be freed afterwards."""
     rows, columns = weight.shape
-    weight, gated, dtype = weight.contiguous(), epilogue == GATED, DTYPES[weight.dtype]
+    weight, dtype = weight.contiguous(), DTYPES[weight.dtype]
     lib = native.library()
-    packed = _allocate(lib.ropeway_packed_bytes(rows, columns, dtype, gated))
-    lib.ropeway_pack(weight.data_ptr(), rows, columns, dtype, gated, packed.data_ptr())
-    panel = lib.ropeway_panel_columns()
-    return packed, _gated_order(rows // 2, panel // 2) if gated else _order(rows, panel)
+    data = _allocate(lib.ropeway_packed_bytes(rows, columns, dtype, gated))
+    lib.ropeway_pack(weight.data_ptr(), rows, columns, dtype, gated, data.data_ptr())
+    return Packed(data, rows, columns, weight.dtype)
+
+
+def layout() -> str:
+    """A name for the layout that `pack` makes here: what was packed under another name is packed anew.
+
+    It is a hash of a small packed weight of each kind, so that no version has to be counted up by hand.
+    """
+    total = hashlib.sha256()
+    for dtype in DTYPES:
+        weight = torch.arange(1, 1 + 6 * 70 * 5, dtype=torch.int32).remainder(251).view(420, 5).to(dtype)
+        for gated in (False, True):
+            total.update(pack(weight, gated).data.numpy().tobytes())
+    return total.hexdigest()[:16]
+
+
+def _packed(weight: Weight, *, gated: bool) -> torch.Tensor:
+    """The panels of a weight, whoever has packed it.
+
+    Raises:
+        ValueError: it was packed for another layer or another library.
+    """
+    if not isinstance(weight, Packed):
+        weight = pack(weight, gated)
+    wanted = native.library().ropeway_packed_bytes(weight.rows, weight.columns, DTYPES[weight.dtype], gated)
+    if len(weight.data) != wanted:
+        raise ValueError(f"a packed weight of {weight.shape} has {len(weight.data)} bytes, not {wanted}")
+    return weight.data
 
 
 def _allocate(size: int) -> torch.Tensor:

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-constexpr int kAbi = 2;
+constexpr int kAbi = 3;
 
 enum Dtype : int64_t { kFloat32 = 0, kBFloat16 = 1 };
 
@@ -29,6 +29,7 @@ struct Gather {  // out[t] = table[ids[t]]
     const int64_t* ids;
     void* out;
     int64_t width, table_dtype, out_dtype;
+    int64_t packed;  // not 0: the table lies in panels, see `pack`
 };
 
 struct Norm {  // residual += x, if there is one; out = residual / sqrt(mean(residual^2) + eps) * weight

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "abi.h"
+#include "gemm.h"
 #include "vec.h"
 
 // Calls `visit(offset, lanes)`; the last may be short.
@@ -25,8 +26,23 @@ static inline void store_lanes(T* p, vf v, int n) {
         store_some(p, v, n);
 }
 
+// A row of a weight in panels: one column of its panel.
+template <class T, class U>
+static void gather_packed_row(const Gather& g, int64_t row) {
+    constexpr int pair = sizeof(T) == 2 ? 2 : 1;
+    const int64_t id = g.ids[row], panel = id / NR, column = id % NR;
+    const T* source = (const T*)((const char*)g.table + panel * panel_bytes(g.width, g.table_dtype)) + column * pair;
+    U* out = (U*)g.out + row * g.width;
+    for_vectors(g.width, [&](int64_t i, int n) {
+        T lane[L] = {};
+        for (int j = 0; j < n; j++) lane[j] = source[(i + j) / pair * NR * pair + (i + j) % pair];
+        store_lanes(out + i, load(lane), n);
+    });
+}
+
 template <class T, class U>
 static void gather_row(const Gather& g, int64_t row) {
+    if (g.packed) return gather_packed_row<T, U>(g, row);
     const T* source = (const T*)g.table + g.ids[row] * g.width;
     U* out = (U*)g.out + row * g.width;
     for_vectors(g.width, [&](int64_t i, int n) { store_lanes(out + i, load_lanes(source + i, n), n); });

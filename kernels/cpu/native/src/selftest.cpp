@@ -101,10 +101,17 @@ void check_rows(int64_t rows, int64_t width) {
     std::unique_ptr<int64_t[]> ids(new int64_t[rows + 1]);
     for (int64_t r = 0; r < rows; r++) ids[r] = rows - 1 - r;
     std::unique_ptr<float[]> gathered(new float[rows * width + 1]);
-    const Gather gather{x.get(), ids.get(), gathered.get(), width, dtype_of<T>, kFloat32};
+    const Gather gather{x.get(), ids.get(), gathered.get(), width, dtype_of<T>, kFloat32, 0};
     run_one(kGather, &gather, rows_only(rows));
     for (int64_t i = 0; i < rows * width; i++)
         expect(gathered[i], widen(x[(rows - 1 - i / width) * width + i % width]), 0, "gather", rows, width, i);
+    std::unique_ptr<char[]> panels(new char[ropeway_packed_bytes(rows, width, dtype_of<T>, 0)]);
+    ropeway_pack(x.get(), rows, width, dtype_of<T>, 0, panels.get());
+    std::fill(gathered.get(), gathered.get() + rows * width, -9.0f);
+    const Gather unpacked{panels.get(), ids.get(), gathered.get(), width, dtype_of<T>, kFloat32, 1};
+    run_one(kGather, &unpacked, rows_only(rows));
+    for (int64_t i = 0; i < rows * width; i++)
+        expect(gathered[i], widen(x[(rows - 1 - i / width) * width + i % width]), 0, "panels", rows, width, i);
 }
 
 template <class T>
