@@ -158,6 +158,31 @@ def sweep_lock(pool: str) -> str:
     return f"rw:{{{pool}}}:sweep"
 
 
+def adapters(what: str) -> str:
+    """What is known of all adapters of all pools: one hash tag, so that one script changes it together.
+
+    `names` (hash: name to record), `draining` (hash: `<name>@<version>` to the record that the name had),
+    `unused` (sorted set: contents that no name points to, by the ms since which), `revision` (number, rises with every
+    change), `deleting:<identity>` (string, there while a content is being deleted).
+    """
+    return f"rw:{{adapters}}:{what}"
+
+
+def rate(tenant: str) -> str:
+    """Hash: a tenant's token buckets."""
+    return f"rw:{{{tenant}}}:rate"
+
+
+def queued(tenant: str) -> str:
+    """Hash: a tenant's queued jobs, as far as gateways know; only where they are limited."""
+    return f"rw:{{{tenant}}}:queued"
+
+
+def idempotency(tenant: str, digest: str) -> str:
+    """String: the request that a tenant's idempotency key, of this hash, stands for."""
+    return f"rw:{{{tenant}}}:idem:{digest}"
+
+
 def rate(tenant: str) -> str:
     """Hash: a tenant's token buckets."""
     return f"rw:{{{tenant}}}:rate"

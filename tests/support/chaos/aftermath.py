@@ -12,7 +12,10 @@ from shared.keys import GROUP
 #: Seconds until all must be in order: some of it is the gateways' sweep to do.
 PATIENCE_S = 20.0
 #: Ends of names of keys that need not expire.
-_MAY_STAY = ("}:card", "}:tok", "}:workers", "}:dead", "}:outbox")
+_MAY_STAY = (
+    "}:card", "}:tok", "}:lora", "}:workers", "}:dead", "}:outbox",
+    *(keys.adapters(what) for what in ("names", "draining", "unused", "revision")),
+)  # fmt: skip
 
 
 async def settle(client: Any, pool: str, lanes: int, patience_s: float = PATIENCE_S) -> list[str]:

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 from redis.crc import key_slot
 
-from shared import keys, scripts
+from shared import adapter_calls, keys, scripts
+from shared.adapter_record import AdapterRecord
 from shared.errors import JobError, JobExpiredError, OverloadedError, ProtocolError
 from shared.jobs import (
     Ending,
@@ -55,6 +56,9 @@ CALLS = {
     "leave": scripts.leave("t", [str(JOB_ID)]),
     "recount": scripts.recount("p", 3),
     "restore": scripts.restore(JOB_ID, "q:high:2"),
+    "adapter_write": adapter_calls.write("a", b"", None, AdapterRecord(name="a", pool="p"), 10),
+    "adapter_keep": adapter_calls.keep("a" * 32),
+    "adapter_drop": adapter_calls.drop("a" * 32, 1, "delete"),
 }
 
 
