@@ -183,21 +183,6 @@ def idempotency(tenant: str, digest: str) -> str:
     return f"rw:{{{tenant}}}:idem:{digest}"
 
 
-def rate(tenant: str) -> str:
-    """Hash: a tenant's token buckets."""
-    return f"rw:{{{tenant}}}:rate"
-
-
-def queued(tenant: str) -> str:
-    """Hash: a tenant's queued jobs, as far as gateways know; only where they are limited."""
-    return f"rw:{{{tenant}}}:queued"
-
-
-def idempotency(tenant: str, digest: str) -> str:
-    """String: the request that a tenant's idempotency key, of this hash, stands for."""
-    return f"rw:{{{tenant}}}:idem:{digest}"
-
-
 def pools() -> str:
     """Set of pool names that have a card."""
     return "rw:pools"
