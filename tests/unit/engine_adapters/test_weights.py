@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from engine.adapters.targets import targets
 from engine.adapters.weights import Adapter, load_adapter
 from engine.models.config import ModelConfig
 from shared.errors import AdapterError
+from shared.lora.check import Checked, check_adapter
 from shared.lora.files import content_identity
 from shared.lora.peft_config import read_config
 from tests.support.peft_adapters import ALL_LINEAR, edit_config, edit_tensors, save_adapter
@@ -48,6 +51,23 @@ def load(base: PreTrainedModel, folder: Path, **options: Any) -> Adapter:
     return load_adapter(folder, targets(ModelConfig.from_hf(base.config.to_dict())), **(settings | options))
 
 
+def check(base: PreTrainedModel, folder: Path, max_rank: int = 16, dtype: str = "float32") -> Checked:
+    """The same without the model's weights and without torch."""
+    config = ModelConfig.from_hf(base.config.to_dict())
+    modules = {name: (target.inputs, target.outputs) for name, target in targets(config).items()}
+    return check_adapter(folder, modules, max_rank=max_rank, max_bytes=10**8, dtype=dtype)
+
+
+def refused(base: PreTrainedModel, folder: Path, **options: Any) -> AdapterError:
+    """Why both do not serve it, in the same words."""
+    with pytest.raises(AdapterError) as caught:
+        load(base, folder, **options)
+    with pytest.raises(AdapterError) as checked:
+        check(base, folder, **options)
+    assert checked.value.message == caught.value.message
+    return caught.value
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -78,6 +98,8 @@ def test_what_is_added_is_what_peft_adds(base: PreTrainedModel, tmp_path: Path, 
         torch.testing.assert_close(delta.T if "embed" in name else delta, wanted[name], rtol=1e-5, atol=1e-6)
         assert wanted[name].abs().max() > 1e-3
     assert adapter.rank == max(part.a.shape[0] for part in adapter.parts.values())
+    size = (tmp_path / "adapter_model.safetensors").stat().st_size
+    assert check(base, tmp_path) == Checked(adapter.rank, size)
 
 
 def test_weights_are_in_the_model_s_dtype(base: PreTrainedModel, saved: Path) -> None:
@@ -139,16 +161,15 @@ def test_a_config_is_refused_by_the_name_of_the_field(
     base: PreTrainedModel, folder: Path, fields: dict[str, Any], named: str
 ) -> None:
     edit_config(folder, **fields)
-    with pytest.raises(AdapterError) as caught:
-        load(base, folder)
-    assert named in caught.value.message
-    assert caught.value.status == 400
+    error = refused(base, folder)
+    assert named in error.message
+    assert error.status == 400
 
 
 @pytest.mark.parametrize("neutral", [{"use_dora": False}, {"modules_to_save": []}, {"new": None}, {"bias": "none"}])
 def test_what_is_off_is_no_reason_to_refuse(base: PreTrainedModel, folder: Path, neutral: dict[str, Any]) -> None:
     edit_config(folder, **neutral)
-    assert load(base, folder).rank == 4
+    assert load(base, folder).rank == check(base, folder).rank == 4
 
 
 Q = "layers__0__self_attn__q_proj"
@@ -173,7 +194,6 @@ Q = "layers__0__self_attn__q_proj"
         ({"base_model__model__lm_head__weight": torch.zeros(96, 48)}, "lm_head.weight"),
         ({"base_model__model__model__layers__0__mlp__up_proj__lora_magnitude_vector": torch.ones(80)}, "magnitude"),
         ({"base_model__model__lm_head__base_layer__weight": torch.zeros(97, 48)}, "resized"),
-        ({"base_model__model__lm_head__base_layer__weight": torch.zeros(96, 48)}, "differs"),
         ({"base_model__model__model__layers__0__mlp__up_proj__base_layer__weight": torch.zeros(80, 48)}, "up_proj"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -183,9 +203,46 @@ def test_weights_are_refused_by_the_name_of_the_module(
 ) -> None:
     edit_config(folder, target_modules=None)
     edit_tensors(folder, **changes)
-    with pytest.raises(AdapterError) as caught:
+    assert named in refused(base, folder).message
+
+
+def test_a_changed_head_is_found_out_where_the_model_is(base: PreTrainedModel, folder: Path) -> None:
+    edit_config(folder, target_modules=None)
+    edit_tensors(folder, base_model__model__lm_head__base_layer__weight=torch.zeros(96, 48))
+    assert check(base, folder).rank == 4
+    with pytest.raises(AdapterError, match="differs"):
         load(base, folder)
-    assert named in caught.value.message
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("value", [1.5, 0.0, torch.nan, torch.inf, -torch.inf])
+def test_numbers_are_looked_at_in_every_type(
+    base: PreTrainedModel, folder: Path, dtype: torch.dtype, value: float
+) -> None:
+    half = torch.ones(48, 4, dtype=dtype)
+    half[47, 3] = value
+    edit_tensors(folder, **{f"{Q}__lora_B__weight": half})
+    if math.isfinite(value):
+        assert check(base, folder).rank == load(base, folder).rank
+    else:
+        assert "finite number" in refused(base, folder).message
+
+
+def test_a_scale_that_leaves_the_dtype_is_refused(base: PreTrainedModel, folder: Path) -> None:
+    edit_tensors(folder, **{f"{Q}__lora_B__weight": torch.full((48, 4), 40000.0)})
+    for name, dtype in (("float16", torch.float16), ("bfloat16", torch.bfloat16)):
+        message = ""
+        try:
+            load(base, folder, dtype=dtype)
+        except AdapterError as error:
+            message = error.message
+        try:
+            check(base, folder, dtype=name)
+        except AdapterError as error:
+            assert error.message == message
+        else:
+            assert not message
+    assert name == "bfloat16" and not message
 
 
 def remove_weights(folder: Path) -> None:
@@ -203,6 +260,36 @@ def truncate(folder: Path) -> None:
 
 def garbage(folder: Path) -> None:
     (folder / "adapter_model.safetensors").write_bytes(b"\xff" * 100)
+
+
+def huge_header(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").write_bytes((2**60).to_bytes(8, "little") + b"{}" * 50)
+
+
+def deep_header(folder: Path) -> None:
+    header = b"[" * 100_000
+    (folder / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def overlapping(folder: Path) -> None:
+    """Two tensors that are the same bytes."""
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    header = json.dumps({"a": entry, "b": entry}).encode()
+    (folder / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+
+
+def shape_that_overflows(folder: Path) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 4]}}).encode()
+    (folder / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+
+
+def empty_file(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+
+
+def folder_in_its_place(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").unlink()
+    (folder / "adapter_model.safetensors").mkdir()
 
 
 def remove_config(folder: Path) -> None:
@@ -228,6 +315,12 @@ def huge_config(folder: Path) -> None:
         (only_pickle, "only safetensors"),
         (truncate, "adapter_model.safetensors"),
         (garbage, "adapter_model.safetensors"),
+        (huge_header, "adapter_model.safetensors"),
+        (deep_header, "adapter_model.safetensors"),
+        (overlapping, "adapter_model.safetensors"),
+        (shape_that_overflows, "adapter_model.safetensors"),
+        (empty_file, "adapter_model.safetensors"),
+        (folder_in_its_place, "no such file"),
         (remove_config, "adapter_config.json"),
         (garble_config, "adapter_config.json"),
         (list_as_config, "adapter_config.json"),
@@ -238,21 +331,23 @@ def test_broken_folders_are_refused(
     base: PreTrainedModel, folder: Path, spoil: Callable[[Path], None], named: str
 ) -> None:
     spoil(folder)
-    with pytest.raises(AdapterError) as caught:
-        load(base, folder)
-    assert named in caught.value.message
-    assert str(folder) not in caught.value.message
+    error = refused(base, folder)
+    assert named in error.message
+    assert str(folder) not in error.message
 
 
 def test_a_rank_above_the_limit_is_refused(base: PreTrainedModel, saved: Path) -> None:
-    with pytest.raises(AdapterError, match="rank is 4, at most 3"):
-        load(base, saved, max_rank=3)
+    assert "rank is 4, at most 3" in refused(base, saved, max_rank=3).message
+
+
+def test_a_file_above_the_limit_is_not_even_opened(saved: Path) -> None:
+    with pytest.raises(AdapterError, match="at most 1000 are allowed"):
+        check_adapter(saved, {}, max_rank=16, max_bytes=1000)
 
 
 def test_an_adapter_for_another_size_is_refused(saved: Path, tmp_path: Path) -> None:
     other = save_tiny_model(tmp_path / "other", hidden_size=60, num_attention_heads=6)
-    with pytest.raises(AdapterError, match=r"lora_B of model\.layers\.0"):
-        load(other, saved)
+    assert "lora_B of model.layers.0" in refused(other, saved).message
 
 
 def test_patterns_are_peft_s(saved: Path) -> None:
