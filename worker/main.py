@@ -21,13 +21,13 @@ from shared.connect import connect, connect_pubsub, connect_sync
 from shared.errors import ConflictError, InvalidRequestError, RopewayError
 from shared.jobstore import JobStore, SyncJobStore
 from shared.logs import configure
+from shared.probes import HealthServer
 from shared.redis_url import mask, parse
 from shared.settings import WorkerSettings
 from shared.tasks import cancel_all
 from worker.clock import RedisClock
 from worker.control import PING_S, ControlListener
 from worker.engines import build_engine
-from worker.health import HealthServer
 from worker.holdings import Admission, Holdings
 from worker.intake import Intake, IntakeConfig
 from worker.job import Cause, Handover

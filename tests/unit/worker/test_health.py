@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from engine.request import EngineStats
+from shared.probes import HealthServer
 from shared.protocol import Timings, Usage
-from worker.health import HealthServer
 from worker.metrics import WorkerMetrics
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-_log = structlog.stdlib.get_logger("worker.health")
+_log = structlog.stdlib.get_logger("shared.probes")
 
 #: Answers whether it is well, and what to tell.
 Probe = Callable[[], tuple[bool, dict[str, Any]]]
