@@ -36,4 +36,4 @@ def test_more_workers_wait_less_and_cost_more() -> None:
 
 
 def test_the_same_seed_gives_the_same_traffic() -> None:
-    assert traffic(0.01, 3) == traffic(0.01, 3) != traffic(0.01, 4)
+    assert traffic(0.3, 3) == traffic(0.3, 3) != traffic(0.3, 4)
