@@ -11,6 +11,7 @@ RopewayError
 │   ├── ModelNotFoundError
 │   └── JobNotFoundError
 ├── ConflictError                  409
+│   └── JobRunningError                 what was asked for cannot be done while the job runs
 ├── JobGoneError                   410  the job's events have expired
 ├── PayloadTooLargeError           413
 ├── OverloadedError                429  a limit of the queue or of a tenant; `retry_after` in seconds
@@ -116,6 +117,12 @@ class ConflictError(RopewayError):
 
     status = 409
     type = "conflict_error"
+
+
+class JobRunningError(ConflictError):
+    """What was asked for cannot be done while the job runs."""
+
+    code = "job_running"
 
 
 class JobGoneError(RopewayError):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from shared.protocol import Envelope, ErrorInfo, JobStatus
+from shared.protocol import Envelope, ErrorInfo, Head, JobClass, JobStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +22,16 @@ class Lifetime:
     """Seconds. A job's keys expire at deadline + longest run + retention; after its end at retention.
 
     Attributes:
-        deadline_s: from submit until the job must have ended.
+        deadline_s: from when the job may start until it must have ended.
         max_run_s: the longest that a job may run past its deadline before its keys may vanish.
         retention_s: how long result and events stay after the end.
+        delay_s: until the job may start; its deadline counts from then.
     """
 
     deadline_s: float = 3600.0
     max_run_s: float = 600.0
     retention_s: float = 3600.0
+    delay_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +178,8 @@ class Owned:
 class JobView:
     """A job as anyone may see it. Times are Unix milliseconds of Redis's clock; 0 where not yet.
 
-    `result` is the encoded `Result` of an ended job.
+    `result` is the encoded `Result` of an ended job, `attachment` what its submitter keeps with it, `start_ms` when a
+    job with a delay may start, `tenant` whose it is.
     """
 
     id: str
@@ -190,7 +193,28 @@ class JobView:
     started_ms: int
     finished_ms: int
     deadline_ms: int
+    start_ms: int = 0
+    tenant: str = ""
     result: bytes | None = None
+    attachment: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobEntry:
+    """A job as lists show it; times as in `JobView`."""
+
+    id: str
+    status: JobStatus
+    job_class: JobClass
+    head: Head
+    attempts: int
+    last_seq: int
+    cancel_requested: bool
+    submitted_ms: int
+    started_ms: int
+    finished_ms: int
+    deadline_ms: int
+    start_ms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +227,8 @@ class LaneLoad:
     running_tokens: int = 0
     ended_jobs: int = 0
     ended_tokens: int = 0
+    delayed_jobs: int = 0
+    delayed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

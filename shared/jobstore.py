@@ -15,6 +15,7 @@ from shared.errors import (
     ConflictError,
     ForeignDataError,
     JobNotFoundError,
+    JobRunningError,
     ProtocolError,
     ServiceUnavailableError,
 )
@@ -83,9 +84,16 @@ class JobStore:
         self._pulling: dict[tuple[str, int, str], asyncio.Lock] = {}
 
     async def submit(
-        self, envelope: Envelope, *, lifetime: Lifetime | None = None, limits: LaneLimits | None = None
+        self,
+        envelope: Envelope,
+        *,
+        lifetime: Lifetime | None = None,
+        limits: LaneLimits | None = None,
+        attachment: bytes = b"",
     ) -> Submitted:
         """Accept a job. The same id again changes nothing and answers `duplicate`.
+
+        `attachment` is kept with the job, for whoever reads it with `get`.
 
         Raises:
             OverloadedError: a limit of the lane is reached; nothing was written.
@@ -93,7 +101,7 @@ class JobStore:
             ServiceUnavailableError: also where too few replicas have the job. It may be in the queue all the same: the
                 caller cancels it, or submits it again.
         """
-        call = scripts.submit(envelope, lifetime or self._lifetime, limits or self._limits, self._replicas)
+        call = scripts.submit(envelope, lifetime or self._lifetime, limits or self._limits, self._replicas, attachment)
         return scripts.parse_submit(await self._run(call), self._replicas)
 
     async def pull(self, pool: str, lane: int, owner: str, budget: PullBudget, lease: Lease) -> Pulled:
@@ -147,6 +155,31 @@ class JobStore:
         parsed = JobId.match(job_id)
         answer = None if parsed is None else await self._run(scripts.cancel(parsed))
         return None if answer is None else scripts.parse_status(answer)
+
+    async def delete(self, job_id: str) -> JobStatus:
+        """Remove a job with log, result and dead letter. One that is delayed or queued ends first, as by `cancel`.
+
+        Returns:
+            The status that it had.
+
+        Raises:
+            JobNotFoundError: no job has this id.
+            JobRunningError: it runs, and nothing was removed: it is to be cancelled first.
+        """
+        answer = await self._run(scripts.delete(JobId.parse(job_id)))
+        if answer is None:
+            raise JobNotFoundError("no job has this id", param="id")
+        status = scripts.parse_status(answer)
+        if status == "running":
+            raise JobRunningError("the job is running: cancel it, and delete it when it has ended", param="id")
+        return status
+
+    async def owner(self, job_id: str) -> str:
+        """The tenant whose job it is. Raises JobNotFoundError."""
+        tenant = await self._ask("HGET", keys.job(JobId.parse(job_id)), "tenant")
+        if tenant is None:
+            raise JobNotFoundError("no job has this id", param="id")
+        return str(tenant.decode(errors="replace"))
 
     async def forget(self, pool: str, owner: str, lanes: int) -> int:
         """Delete a worker's consumers where nothing is pending on them.
@@ -324,7 +357,7 @@ class JobStore:
         except ProtocolError:
             lanes = keys.MAX_LANES
         load = await self.pool_load(pool, lanes)
-        return load.queued_jobs + load.running_jobs == 0
+        return load.delayed_jobs + load.queued_jobs + load.running_jobs == 0
 
     async def _ask(self, command: str, key: str, *arguments: Any) -> Any:
         """The answer to a command about one key."""

@@ -108,6 +108,21 @@ def outbox(pool: str, lane: int) -> str:
     return f"{lane_tag(pool, lane)}:outbox"
 
 
+def delayed(pool: str, lane: int) -> str:
+    """Sorted set of jobs whose time has not come, by that time in milliseconds."""
+    return f"{lane_tag(pool, lane)}:delayed"
+
+
+def tenant_jobs(pool: str, lane: int, tenant: str) -> str:
+    """Sorted set of a tenant's jobs in a lane, by the last part of their ids."""
+    return f"{lane_tag(pool, lane)}:jobs:{tenant}"
+
+
+def expiring(pool: str, lane: int) -> str:
+    """Sorted set of a lane's jobs, `<last part of the id>:<tenant>`, by when their hashes expire in milliseconds."""
+    return f"{lane_tag(pool, lane)}:expiring"
+
+
 def last_pull(pool: str, lane: int, owner: str) -> str:
     """String: what a worker's last pull from a lane gave it, in case the answer was lost on the way."""
     return f"{lane_tag(pool, lane)}:pull:{owner}"
@@ -181,6 +196,11 @@ def queued(tenant: str) -> str:
 def idempotency(tenant: str, digest: str) -> str:
     """String: the request that a tenant's idempotency key, of this hash, stands for."""
     return f"rw:{{{tenant}}}:idem:{digest}"
+
+
+def token_secret() -> str:
+    """String: what gateways sign stream tokens with, where no setting says it."""
+    return "rw:token_secret"
 
 
 def pools() -> str:

@@ -23,7 +23,7 @@ MAX_TOKENIZER_BYTES: Final = 64 * 1024 * 1024
 JobClass = Literal["high", "normal", "batch"]
 FrameKind = Literal["started", "tokens", "done", "error"]
 #: A job is in one of these. The last four are final.
-JobStatus = Literal["queued", "running", "completed", "failed", "cancelled", "expired"]
+JobStatus = Literal["delayed", "queued", "running", "completed", "failed", "cancelled", "expired"]
 FINAL_STATUSES: Final = frozenset({"completed", "failed", "cancelled", "expired"})
 #: As in the OpenAI API; `abort` marks a choice that was cancelled.
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -299,10 +299,26 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     max_loras: int = 0
 
 
-T = TypeVar("T", Envelope, Frame, Result, Card, AdapterTargets, TokenizerBundle, WorkerInfo)
+class Head(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What lists show of a job beside its state, so that nobody has to read its envelope: see there."""
+
+    v: int = WIRE_VERSION
+    model: str
+    kind: Literal["chat", "completion"] = "completion"
+    request_id: str | None = None
+    metadata: dict[str, str] = {}
+
+    @classmethod
+    def of(cls, envelope: Envelope) -> Head:
+        """The head of a job."""
+        return cls(model=envelope.model, kind=envelope.kind, request_id=envelope.request_id, metadata=envelope.metadata)
+
+
+T = TypeVar("T", Envelope, Head, Frame, Result, Card, AdapterTargets, TokenizerBundle, WorkerInfo)
 
 _LIMITS: Final[dict[type[Any], int]] = {
     Envelope: MAX_ENVELOPE_BYTES,
+    Head: 1024 * 1024,
     Frame: MAX_FRAME_BYTES,
     Result: MAX_RESULT_BYTES,
     Card: 1024 * 1024,
@@ -322,7 +338,7 @@ _VERSION = msgspec.msgpack.Decoder(_Version)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def encode(message: Envelope | Frame | Result | Card | AdapterTargets | TokenizerBundle | WorkerInfo) -> bytes:
+def encode(message: Envelope | Head | Frame | Result | Card | AdapterTargets | TokenizerBundle | WorkerInfo) -> bytes:
     """The message as a msgpack map.
 
     Raises:

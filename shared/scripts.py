@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from importlib.resources import files
-from typing import Any, Final, get_args
+from typing import Any, Final, cast, get_args
 
 import msgspec
 
@@ -20,6 +20,7 @@ from shared import keys
 from shared.errors import ForeignDataError, OverloadedError, ProtocolError, ServiceUnavailableError
 from shared.jobs import (
     DeadLetter,
+    JobEntry,
     JobView,
     LaneLimits,
     LaneLoad,
@@ -38,7 +39,7 @@ from shared.jobs import (
 )
 from shared.keys import CLASSES, JobId
 from shared.lora.files import IDENTITY_PATTERN
-from shared.protocol import Card, Envelope, ErrorInfo, JobStatus, decode, decode_error, encode
+from shared.protocol import Card, Envelope, ErrorInfo, Head, JobClass, JobStatus, decode, decode_error, encode
 
 #: Seconds after which it makes sense to submit again to a lane that is full.
 QUEUE_FULL_RETRY_S: Final = 1.0
@@ -48,7 +49,12 @@ REPLICAS_RETRY_S: Final = 1.0
 #: Fields of a job's hash that `parse_view` reads.
 VIEW_FIELDS: Final = (
     "status", "env", "epoch", "attempts", "seq", "cancel", "submitted_us", "started_us", "finished_us", "deadline_ms",
-    "result",
+    "start_ms", "tenant", "result", "attachment",
+)  # fmt: skip
+#: Fields of a job's hash that `parse_entry` reads.
+ENTRY_FIELDS: Final = (
+    "status", "head", "class", "attempts", "seq", "cancel", "submitted_us", "started_us", "finished_us", "deadline_ms",
+    "start_ms",
 )  # fmt: skip
 #: Fields of a lane's stats that `parse_load` reads.
 LOAD_FIELDS: Final = (
@@ -58,6 +64,8 @@ LOAD_FIELDS: Final = (
     "running_tokens",
     "ended_jobs",
     "ended_tokens",
+    "delayed_jobs",
+    "delayed_tokens",
 )
 
 #: Of a 64-bit number, its sign included.
@@ -129,8 +137,16 @@ def load(name: str) -> Script:
     return Script(name, text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
-def submit(envelope: Envelope, lifetime: Lifetime, limits: LaneLimits, wait: ReplicaWait | None = None) -> Call:
+def submit(
+    envelope: Envelope,
+    lifetime: Lifetime,
+    limits: LaneLimits,
+    wait: ReplicaWait | None = None,
+    attachment: bytes = b"",
+) -> Call:
     """Accept a job. With `wait`, the answer comes once so many replicas have it, or the time is up.
+
+    `attachment` is kept with the job for its submitter.
 
     Raises:
         ProtocolError: the envelope is too large, or its id, class or adapter's identity is malformed.
@@ -144,7 +160,14 @@ def submit(envelope: Envelope, lifetime: Lifetime, limits: LaneLimits, wait: Rep
     queue = keys.queue(job_id.pool, job_id.lane, envelope.job_class, bucket)
     call = _call(
         "submit",
-        [keys.job(job_id), queue, keys.stats(job_id.pool, job_id.lane)],
+        [
+            keys.job(job_id),
+            queue,
+            keys.stats(job_id.pool, job_id.lane),
+            keys.delayed(job_id.pool, job_id.lane),
+            keys.tenant_jobs(job_id.pool, job_id.lane, envelope.tenant),
+            keys.expiring(job_id.pool, job_id.lane),
+        ],
         [
             envelope.id,
             encode(envelope),
@@ -162,6 +185,10 @@ def submit(envelope: Envelope, lifetime: Lifetime, limits: LaneLimits, wait: Rep
             keys.wake(job_id.pool),
             job_id.lane,
             envelope.adapter_identity or "",
+            _ms(lifetime.delay_s) if lifetime.delay_s > 0 else 0,
+            envelope.tenant,
+            encode(Head.of(envelope)),
+            attachment,
         ],
     )
     return call if wait is None else replace(call, behind=("WAIT", wait.replicas, wait.timeout_ms))
@@ -289,6 +316,17 @@ def cancel(job_id: JobId) -> Call:
     return _call("cancel", [job_key, events, stats, outbox], [str(job_id), keys.control(job_id.pool), message])
 
 
+def delete(job_id: JobId) -> Call:
+    """Remove a job that does not run."""
+    job_key, events, stats, dead, outbox = _job_keys(job_id)
+    return _call("delete", [job_key, events, stats, outbox, dead], [str(job_id)])
+
+
+def due(pool: str, lane: int, count: int) -> Call:
+    """Queue delayed jobs whose time has come."""
+    return _call("due", [keys.stats(pool, lane), keys.delayed(pool, lane)], [count, keys.wake(pool), lane])
+
+
 def bury(owner: str, job: Owned, error: ProtocolError) -> Call:
     """Give up a job whose envelope does not decode, or whose log cannot be written."""
     reason, message = "envelope does not decode", "the job's envelope cannot be read by this version"
@@ -405,7 +443,8 @@ def parse_load(values: Sequence[bytes | None]) -> LaneLoad:
 
 def parse_view(job_id: str, values: Sequence[bytes | None]) -> JobView:
     """A job as `VIEW_FIELDS` of its hash. Raises ProtocolError if its envelope or a number does not decode."""
-    status, envelope, epoch, attempts, seq, cancel, submitted, started, finished, deadline, result = values
+    status, envelope, epoch, attempts, seq, cancel, submitted, started, finished, deadline, *more = values
+    start, tenant, result, attachment = more
     return JobView(
         id=job_id,
         status=parse_status(status or b""),
@@ -418,7 +457,32 @@ def parse_view(job_id: str, values: Sequence[bytes | None]) -> JobView:
         started_ms=parse_number(started) // 1000,
         finished_ms=parse_number(finished) // 1000,
         deadline_ms=parse_number(deadline),
+        start_ms=parse_number(start),
+        tenant=(tenant or b"").decode(errors="replace"),
         result=result,
+        attachment=attachment,
+    )
+
+
+def parse_entry(job_id: str, values: Sequence[bytes | None]) -> JobEntry:
+    """A job as `ENTRY_FIELDS` of its hash. Raises ProtocolError if its head or a number does not decode."""
+    status, head, job_class, attempts, seq, cancel, submitted, started, finished, deadline, start = values
+    name = (job_class or b"").decode(errors="replace")
+    if name not in CLASSES:
+        raise ForeignDataError("a job has a class that this version does not know")
+    return JobEntry(
+        id=job_id,
+        status=parse_status(status or b""),
+        job_class=cast(JobClass, name),
+        head=decode(head or b"", Head),
+        attempts=parse_number(attempts),
+        last_seq=parse_number(seq),
+        cancel_requested=cancel == b"1",
+        submitted_ms=parse_number(submitted) // 1000,
+        started_ms=parse_number(started) // 1000,
+        finished_ms=parse_number(finished) // 1000,
+        deadline_ms=parse_number(deadline),
+        start_ms=parse_number(start),
     )
 
 

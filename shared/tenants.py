@@ -119,4 +119,4 @@ def _may_be_queued(status: Any, value: bytes, entered_until: int) -> bool:
     if status is None:
         entered = value.rpartition(b" ")[2]
         return entered.isdigit() and int(entered[-20:]) > entered_until
-    return bool(status == b"queued")
+    return status in (b"queued", b"delayed")

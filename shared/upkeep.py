@@ -30,12 +30,14 @@ class Swept:
 
     Attributes:
         ended: jobs that ended: `expired`, `cancelled`, or `lost` where there was only an entry.
+        started: delayed jobs whose time had come and that were queued.
         recounted: counters that did not agree with the streams were counted anew.
         forgotten: consumers deleted whose worker is gone, and on which nothing was pending.
         broken: what could not be done, because somebody else wrote into the lane's keys.
     """
 
     ended: dict[str, str] = field(default_factory=dict)
+    started: int = 0
     recounted: bool = False
     forgotten: int = 0
     broken: list[ForeignDataError] = field(default_factory=list)
@@ -55,7 +57,7 @@ class Upkeep(JobStore):
         swept = Swept()
         steps: list[Callable[[str, int, Swept], Awaitable[None]]]
         steps = [partial(self._sweep_stream, stream, slack_s) for stream in keys.lane_streams(pool, lane)]
-        for step in (*steps, self._recount, self._forget_dead):
+        for step in (self._start_due, *steps, self._recount, self._forget_dead):
             try:
                 await step(pool, lane, swept)
             except ForeignDataError as error:
@@ -69,6 +71,12 @@ class Upkeep(JobStore):
             pairs = zip(ended[::2], ended[1::2], strict=True)
             swept.ended |= {job.decode(errors="replace"): status.decode() for job, status in pairs}
             first = f"({page.decode()}" if page else ""
+
+    async def _start_due(self, pool: str, lane: int, swept: Swept) -> None:
+        started = _PAGE
+        while started == _PAGE:
+            started = len(await self._run(scripts.due(pool, lane, _PAGE)))
+            swept.started += started
 
     async def _recount(self, pool: str, lane: int, swept: Swept) -> None:
         swept.recounted = bool(await self._run(scripts.recount(pool, lane)))

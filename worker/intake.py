@@ -145,7 +145,7 @@ class Intake:
                 if not everything and self._empty and self.hears_all():
                     continue
                 lanes = range(self._config.lanes) if everything else sorted(self._homes)
-                await self._poll(lanes, running=everything)
+                await self._poll(lanes, everything=everything)
                 continue
             self._event.clear()
             await self._sleep(min(home_at, self._all_at) - now)
@@ -173,8 +173,11 @@ class Intake:
             self._hot.add(self._clearing)
         self._event.set()
 
-    async def _poll(self, lanes: Sequence[int], *, running: bool) -> None:
-        """Find lanes with work by their counters, in one round trip. `running`: also those with jobs to take back."""
+    async def _poll(self, lanes: Sequence[int], *, everything: bool) -> None:
+        """Find lanes with work by their counters, in one round trip.
+
+        `everything`: also those with jobs to take back, and those with delayed ones, whose time may have come.
+        """
         self._empty = True  # unless a wake comes meanwhile
         try:
             loads = await self._read_store.lane_loads(self._config.pool, lanes)
@@ -190,7 +193,8 @@ class Intake:
         self._hot.update(
             lane
             for lane, load in zip(lanes, loads, strict=True)
-            if load is not None and (load.queued_jobs > 0 or (running and load.running_jobs > 0))
+            if load is not None
+            and (load.queued_jobs > 0 or (everything and (load.running_jobs > 0 or load.delayed_jobs > 0)))
         )
         self._empty = self._empty and not any(
             load is None or load.queued_jobs > 0 for lane, load in zip(lanes, loads, strict=True) if lane in self._homes

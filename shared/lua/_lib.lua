@@ -28,7 +28,7 @@ end
 -- Expiry of counters that were made by something else than a submit, because somebody deleted those before.
 local STRAY_MS = 24 * 3600 * 1000
 
--- Add to the exact counters of a state, `queued` or `running`: in total, and by class and bucket.
+-- Add to the exact counters of a state, `delayed`, `queued` or `running`: in total, and by class and bucket.
 local function count(state, class, bucket, jobs, tokens)
   local stats, place = PREFIX .. 'stats', ':' .. class .. ':' .. bucket
   tokens = int(tokens + 0) -- never "-0", which HINCRBY refuses
@@ -39,7 +39,7 @@ local function count(state, class, bucket, jobs, tokens)
   redis.call('PEXPIRE', stats, STRAY_MS, 'NX')
 end
 
--- Count jobs, queued or running, that pin an adapter's content; the counter is gone at 0. `adapter` nil: the base model.
+-- Count jobs, delayed, queued or running, that pin an adapter's content; the counter is gone at 0. `adapter` nil: the base model.
 local function pin(adapter, jobs)
   local stats = PREFIX .. 'stats'
   if adapter and redis.call('HINCRBY', stats, 'a:' .. adapter, jobs) <= 0 then
@@ -54,7 +54,7 @@ local function read_job(id)
   local key = PREFIX .. 'job:' .. id
   local v = redis.pcall('HMGET', key, 'status', 'owner', 'epoch', 'attempts', 'stream', 'entry', 'cancel', 'class',
     'bucket', 'cost', 'seqs', 'prompt', 'seq', 'callback', 'deaths', 'alone_deaths', 'alone', 'deadline_ms',
-    'expires_ms', 'retention_ms', 'submitted_us', 'adapter')
+    'expires_ms', 'retention_ms', 'submitted_us', 'adapter', 'due_us', 'tenant')
   if v.err or not (v[1] and v[5] and v[6] and IS_CLASS[v[8]] and tonumber(v[9]) and tonumber(v[19] or v[18])) then
     return nil
   end
@@ -64,7 +64,9 @@ local function read_job(id)
     seqs = tonumber(v[11]) or 1, prompt = tonumber(v[12]) or 0, seq = tonumber(v[13]) or 0, callback = v[14] == '1',
     deaths = tonumber(v[15]) or 0, alone_deaths = tonumber(v[16]) or 0, alone = v[17] == '1',
     deadline_ms = tonumber(v[18]) or 0, expires_ms = v[19] or v[18], retention_ms = v[20] or '0',
-    submitted_us = tonumber(v[21]) or 0, adapter = v[22] or nil,
+    adapter = v[22] or nil, tenant = v[24] or nil,
+    -- Since when it waits for a worker: of a job that was delayed, since its time came.
+    waiting_us = tonumber(v[23] or v[21]) or 0,
   }
 end
 
@@ -80,16 +82,40 @@ local function remove_entry(stream, entry)
   redis.call('XDEL', PREFIX .. stream, entry)
 end
 
--- The end of a job that is queued or running: entry, counters, result, expiry, outbox.
+-- The lane's index of jobs: by tenant in the order of their ids, and by when their hashes expire. Members begin with the
+-- last part of the id, which sorts by time.
+local function index_job(id, tenant, expires_ms)
+  local unique, index, expiring = string.sub(id, -32), PREFIX .. 'jobs:' .. tenant, PREFIX .. 'expiring'
+  -- pcall: what somebody else wrote there hides jobs from lists, and stops none.
+  redis.pcall('ZADD', index, 0, unique)
+  redis.pcall('ZADD', expiring, expires_ms, unique .. ':' .. tenant)
+  keep_until(index, expires_ms)
+  keep_until(expiring, expires_ms)
+end
+
+local function unindex_job(id, tenant)
+  redis.pcall('ZREM', PREFIX .. 'jobs:' .. tenant, string.sub(id, -32))
+  redis.pcall('ZREM', PREFIX .. 'expiring', string.sub(id, -32) .. ':' .. tenant)
+end
+
+-- The end of a job that is delayed, queued or running: entry, counters, result, expiry, outbox.
 local function close(job, status, result)
-  remove_entry(job.stream, job.entry)
+  if job.status == 'delayed' then
+    redis.pcall('ZREM', PREFIX .. 'delayed', job.id)
+  else
+    remove_entry(job.stream, job.entry)
+  end
   count(job.status, job.class, job.bucket, -1, -job.cost)
   pin(job.adapter, -1)
   redis.call('HINCRBY', PREFIX .. 'stats', 'ended_jobs', 1)
   redis.call('HINCRBY', PREFIX .. 'stats', 'ended_tokens', int(job.cost))
-  redis.call('HSET', job.key, 'status', status, 'result', result, 'finished_us', int(now_us()))
+  local now = now_us()
+  redis.call('HSET', job.key, 'status', status, 'result', result, 'finished_us', int(now))
   redis.call('PEXPIRE', job.key, job.retention_ms)
   redis.call('PEXPIRE', PREFIX .. 'ev:' .. job.id, job.retention_ms)
+  if job.tenant then
+    index_job(job.id, job.tenant, int(math.floor(now / 1000) + job.retention_ms))
+  end
   if job.callback then
     redis.call('XADD', PREFIX .. 'outbox', '*', 'id', job.id, 'status', status)
   end
@@ -162,7 +188,8 @@ end
 
 -- Keep a job that is given up for an operator, envelope and all, and end it with an error.
 local function bury(job, reason, failure)
-  redis.call('XADD', PREFIX .. 'dead', 'MAXLEN', '~', 10000, '*', 'id', job.id, 'reason', reason,
+  local letter = redis.call('XADD', PREFIX .. 'dead', 'MAXLEN', '~', 10000, '*', 'id', job.id, 'reason', reason,
     'attempts', job.attempts, 'error', cmsgpack.pack(failure), 'env', redis.call('HGET', job.key, 'env') or '')
+  redis.call('HSET', job.key, 'letter', letter)
   end_here(job, 'failed', failure)
 end

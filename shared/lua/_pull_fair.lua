@@ -8,9 +8,9 @@ local function head_of(level, bucket)
   return head(stream_of(level, bucket), CLASSES[level], tostring(bucket))
 end
 
--- Milliseconds since a job was submitted.
+-- Milliseconds since a job was submitted, or its time came.
 local function waited_ms(job)
-  return now_ms - math.floor(job.submitted_us / 1000)
+  return now_ms - math.floor(job.waiting_us / 1000)
 end
 
 -- By class: the bucket whose turn it is, the one whose head did not fit at its turn (or -1), and by bucket whether

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- End a queued job here and now; flag a running one and tell its worker.
+-- End a delayed or queued job here and now; flag a running one and tell its worker.
 --
 -- KEYS  1 job hash  2 log and channel  3 stats  4 outbox
 -- ARGV  1 id  2 control channel  3 message for it
@@ -8,7 +8,7 @@ local job = read_job(ARGV[1])
 if not job then
   return nil
 end
-if job.status == 'queued' then
+if job.status == 'queued' or job.status == 'delayed' then
   end_here(job, 'cancelled', nil)
   return 'cancelled'
 end

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- A worker takes what it can admit from one lane. allow-oom: when memory is full of queued jobs, only running them
+-- A worker takes what it can admit from one lane; delayed jobs whose time has come are queued first. allow-oom: when memory is full of queued jobs, only running them
 -- frees it.
 --
 -- KEYS  1 stats  2 record of the caller's last pull  3 resume stream  4... class streams, bucket by bucket
@@ -21,6 +21,8 @@ local AGED_MS = 30000
 -- Deaths of its workers after which a job is a suspect and goes out with few others, those after which it runs alone, and
 -- deaths while alone before it is buried. One death makes no suspect: when a node is lost, all of its jobs go on at once.
 local SUSPECT_AFTER, ALONE_AFTER, ALONE_DEATHS = 2, 3, 2
+-- Delayed jobs whose time has come that one pull puts into their streams.
+local DUE = 64
 local BURIED = {
   message = 'the job was given up: its workers died again and again', type = 'server_error', code = 'job_failed',
   status = 500,
@@ -36,9 +38,10 @@ if #KEYS ~= 29 or #sequences ~= 3 or #tokens ~= 3 or not (lease_ms and max_attem
   return redis.error_reply('RWARG pull: a number is missing')
 end
 
-local totals = redis.call('HMGET', stats, 'queued_jobs', 'running_jobs')
+local totals = redis.call('HMGET', stats, 'queued_jobs', 'running_jobs', 'delayed_jobs')
 local queued, running = tonumber(totals[1]) or 0, tonumber(totals[2]) or 0
-if queued <= 0 and running <= 0 then
+local delayed = tonumber(totals[3]) or 0
+if queued <= 0 and running <= 0 and delayed <= 0 then
   return nil
 end
 
@@ -55,7 +58,7 @@ local jobs, ended, buried, reclaimed, alone_waiting, full, last_expiry = {}, {},
 local function answer_job(job)
   jobs[#jobs + 1] = {
     job.id, redis.call('HGET', job.key, 'env'), job.epoch, job.attempts, job.seq, job.deadline_ms,
-    now - job.submitted_us, job.deaths >= SUSPECT_AFTER and 1 or 0, job.alone and 1 or 0,
+    now - job.waiting_us, job.deaths >= SUSPECT_AFTER and 1 or 0, job.alone and 1 or 0,
   }
 end
 
@@ -78,10 +81,14 @@ if token ~= ARGV[2] then
 end
 
 -- include _entries.lua
+-- include _due.lua
 -- include _pull_take.lua
 -- include _pull_reclaim.lua
 -- include _pull_fair.lua
 
+if delayed > 0 then
+  queued = queued + #start_due(now, DUE)
+end
 if may_reclaim and running > 0 then
   reclaim_all()
 end

@@ -4,20 +4,26 @@
 -- KEYS  1 stats  2 resume stream  3... class streams
 -- Answers 1 if it was counted anew.
 -- include _entries.lua
-local stats, entries = KEYS[1], 0
+local stats, delayed = KEYS[1], PREFIX .. 'delayed'
+-- pcall: something else may be there.
+local entries = redis.pcall('ZCARD', delayed)
+entries = type(entries) == 'number' and entries or 0
 for i = 2, #KEYS do
   entries = entries + redis.call('XLEN', KEYS[i])
+end
+local function is_state(field)
+  return string.find(field, '^queued_') or string.find(field, '^running_') or string.find(field, '^delayed_')
 end
 local old, below = redis.call('HGETALL', stats), false
 local counted, pins = 0, 0
 for i = 1, #old, 2 do
   local number = tonumber(old[i + 1]) or -1
-  if string.find(old[i], '^queued_') or string.find(old[i], '^running_') then
+  if is_state(old[i]) then
     below = below or number < 0
   elseif string.find(old[i], '^a:') then
     below, pins = below or number < 1, pins + number
   end
-  if old[i] == 'queued_jobs' or old[i] == 'running_jobs' then
+  if old[i] == 'queued_jobs' or old[i] == 'running_jobs' or old[i] == 'delayed_jobs' then
     counted = counted + number
   end
 end
@@ -30,10 +36,30 @@ local function add(field, amount)
   counts[field] = (counts[field] or 0) + amount
 end
 for _, field in ipairs(redis.call('HKEYS', stats)) do
-  if string.find(field, '^queued_') or string.find(field, '^running_') then
+  if is_state(field) then
     counts[field] = 0
   elseif string.find(field, '^a:') then
     redis.call('HDEL', stats, field)
+  end
+end
+local function add_job(job)
+  local place = ':' .. job.class .. ':' .. job.bucket
+  add(job.status .. '_jobs', 1)
+  add(job.status .. '_tokens', job.cost)
+  add(job.status .. '_jobs' .. place, 1)
+  add(job.status .. '_tokens' .. place, job.cost)
+  if job.adapter then
+    add('a:' .. job.adapter, 1)
+  end
+  expires = math.max(expires, tonumber(job.expires_ms))
+end
+local waiting = redis.pcall('ZRANGE', delayed, 0, -1)
+for _, id in ipairs(waiting.err and {} or waiting) do
+  local job = read_job(id)
+  if job and job.status == 'delayed' then
+    add_job(job)
+  else
+    redis.call('ZREM', delayed, id)
   end
 end
 for i = 2, #KEYS do
@@ -41,15 +67,7 @@ for i = 2, #KEYS do
     local entry = parse(item)
     local job = entry.job and read_job(entry.job)
     if job and job.entry == entry.id and PREFIX .. job.stream == KEYS[i] then
-      local place = ':' .. job.class .. ':' .. job.bucket
-      add(job.status .. '_jobs', 1)
-      add(job.status .. '_tokens', job.cost)
-      add(job.status .. '_jobs' .. place, 1)
-      add(job.status .. '_tokens' .. place, job.cost)
-      if job.adapter then
-        add('a:' .. job.adapter, 1)
-      end
-      expires = math.max(expires, tonumber(job.expires_ms))
+      add_job(job)
     else
       redis.pcall('XACK', KEYS[i], GROUP, entry.id)
       redis.call('XDEL', KEYS[i], entry.id)

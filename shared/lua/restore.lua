@@ -7,6 +7,13 @@
 -- Answers 1 put back, 0 nothing to do.
 local stream = KEYS[2]
 local job = read_job(ARGV[1])
+if job and job.status == 'delayed' then
+  -- Answers 0 where it is waiting for its time, as it should.
+  local start_ms = redis.call('HGET', job.key, 'start_ms') or 0
+  local added = redis.call('ZADD', PREFIX .. 'delayed', 'NX', start_ms, job.id)
+  keep_until(PREFIX .. 'delayed', job.expires_ms)
+  return added
+end
 if not job or job.stream ~= ARGV[2] or (job.status ~= 'queued' and job.status ~= 'running') then
   return 0
 end

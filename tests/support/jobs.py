@@ -100,23 +100,25 @@ async def check_lane(client: redis.asyncio.Redis, job_ids: list[str], lane: int 
         parsed = JobId.parse(job_id)
         job = await r.hgetall(keys.job(parsed))
         status = job[b"status"].decode()
-        place = f":{job[b'class'].decode()}:{job[b'bucket'].decode()}"
+        unique, tenant = parsed.unique, job[b"tenant"].decode()
+        assert await r.zscore(keys.tenant_jobs(POOL, lane, tenant), unique) == 0, "no list shows the job"
+        expires = await r.zscore(keys.expiring(POOL, lane), f"{unique}:{tenant}")
+        assert abs(expires - await r.pexpiretime(keys.job(parsed))) < 100, "it leaves the lists at another time"
         entry = entries.pop(job_id, None)
         if status in FINAL_STATUSES:
             assert entry is None, "an ended job has an entry"
             assert decode(job[b"result"], Result).status == status
+        elif status == "delayed":
+            assert entry is None, "a delayed job has an entry"
+            assert await r.zscore(keys.delayed(POOL, lane), job_id) == int(job[b"start_ms"])
+            _count(expected, job)
         else:
             live += 1
             stream, entry_id, consumer = entry or ("", "", None)
             assert stream.endswith(":" + job[b"stream"].decode()) and entry_id == job[b"entry"].decode()
             assert (consumer == job[b"owner"].decode()) == (status == "running")
             assert (consumer is None) == (status == "queued")
-            for name, amount in (("jobs", 1), ("tokens", int(job[b"cost"]))):
-                for field in (f"{status}_{name}", f"{status}_{name}{place}"):
-                    expected[field] = expected.get(field, 0) + amount
-            if b"adapter" in job:
-                field = f"a:{job[b'adapter'].decode()}"
-                expected[field] = expected.get(field, 0) + 1
+            _count(expected, job)
         log = [(entry, decode(f[b"f"], Frame)) for entry, f in await r.xrange(keys.events(parsed))]
         assert [f.seq for _, f in log] == list(range(1, int(job[b"seq"]) + 1)), "the log has a gap"
         assert all(entry.decode() == f"{f.seq}-0" for entry, f in log)
@@ -128,8 +130,18 @@ async def check_lane(client: redis.asyncio.Redis, job_ids: list[str], lane: int 
     assert sum(1 for _ in await _entries(r, lane)) == live
     counters = {k.decode(): int(v) for k, v in (await r.hgetall(keys.stats(POOL, lane))).items()}
     assert all(v > 0 for k, v in counters.items() if k.startswith("a:")), "a counter of an adapter is left"
-    counters = {k: v for k, v in counters.items() if v and k.startswith(("queued", "running", "a:"))}
+    counters = {k: v for k, v in counters.items() if v and k.startswith(("delayed", "queued", "running", "a:"))}
     assert counters == expected
+
+
+def _count(expected: dict[str, int], job: dict[bytes, bytes]) -> None:
+    status, place = job[b"status"].decode(), f":{job[b'class'].decode()}:{job[b'bucket'].decode()}"
+    for name, amount in (("jobs", 1), ("tokens", int(job[b"cost"]))):
+        for field in (f"{status}_{name}", f"{status}_{name}{place}"):
+            expected[field] = expected.get(field, 0) + amount
+    if b"adapter" in job:
+        field = f"a:{job[b'adapter'].decode()}"
+        expected[field] = expected.get(field, 0) + 1
 
 
 async def _entries(r: Any, lane: int) -> dict[str, tuple[str, str, str | None]]:

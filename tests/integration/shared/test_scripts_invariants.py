@@ -6,16 +6,20 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any, ClassVar, TypeVar
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from shared import keys
+from shared import keys, scripts
+from shared.calls import run
 from shared.connect import connect
-from shared.jobs import Lease, Publication, Publish, PulledJob
+from shared.errors import JobNotFoundError, JobRunningError
+from shared.jobs import Lease, Lifetime, Publication, Publish, PulledJob
 from shared.jobstore import JobStore
 from shared.keys import CLASSES, JobId
 from shared.protocol import FINAL_STATUSES, Envelope
+from shared.scripts import Call
 from tests.support.jobs import POOL, budget, check_lane, envelope, last, owned, tokens
 from tests.support.redis_topology import raw_client
 
@@ -71,8 +75,9 @@ class Lane(RuleBasedStateMachine):
         tenant=st.integers(0, 3),
         prompt=st.sampled_from([1, 50, 3000]),
         adapter=st.sampled_from([None, "a" * 32, "b" * 32]),
+        delay=st.sampled_from([0.0, 0.0, 0.001, 3600.0]),
     )
-    def submit(self, job_class: Any, tenant: int, prompt: int, adapter: str | None) -> None:
+    def submit(self, job_class: Any, tenant: int, prompt: int, adapter: str | None, delay: float) -> None:
         job = envelope(
             job_class=job_class,
             tenant=f"t{tenant}",
@@ -80,7 +85,7 @@ class Lane(RuleBasedStateMachine):
             callback_url="https://example.test",
             adapter_identity=adapter,
         )
-        assert not self.run(self.store.submit(job)).duplicate
+        assert not self.run(self.store.submit(job, lifetime=Lifetime(delay_s=delay))).duplicate
         self.jobs[job.id] = job
 
     @precondition(lambda self: self.jobs)
@@ -189,7 +194,42 @@ class Lane(RuleBasedStateMachine):
         job_id = self._any_job(data)
         before, _ = self.run(self.store.status(job_id))
         after = self.run(self.store.cancel(job_id))
-        assert after == {"queued": "cancelled"}.get(before, before)
+        assert after == {"queued": "cancelled", "delayed": "cancelled"}.get(before, before)
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data())
+    def let_the_time_come(self, data: st.DataObject) -> None:
+        job_id = self._any_job(data)
+        if self.run(self.store.status(job_id))[0] == "delayed":
+            self.run(self.client.hset(keys.job(JobId.parse(job_id)), "start_ms", 1))
+            self.run(self.client.zadd(keys.delayed(POOL, 0), {job_id: 1}))
+
+    @rule()
+    def queue_what_is_due(self) -> None:
+        due = self.run(self.client.zcount(keys.delayed(POOL, 0), "-inf", 1))
+        assert len(self.run(self.commands_run(scripts.due(POOL, 0, 100)))) >= due
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data())
+    def delete(self, data: st.DataObject) -> None:
+        job_id = self._any_job(data)
+        before, _ = self.run(self.store.status(job_id))
+        if before == "running":
+            with pytest.raises(JobRunningError):
+                self.run(self.store.delete(job_id))
+            return
+        assert self.run(self.store.delete(job_id)) == before
+        with pytest.raises(JobNotFoundError):
+            self.run(self.store.status(job_id))
+        del self.jobs[job_id]
+        self.former = [(owner, job) for owner, job in self.former if job.envelope.id != job_id]
+        self.sent = None if self.sent is not None and self.sent.job_id == job_id else self.sent
+        for worker in self.workers:
+            worker.held.pop(job_id, None)
+        assert not self.run(self.client.keys(f"*{job_id}*"))
+
+    async def commands_run(self, call: Call) -> Any:
+        return (await run(self.commands, [call]))[0]
 
     @precondition(lambda self: self.jobs)
     @rule(data=st.data())
@@ -229,6 +269,9 @@ class Lane(RuleBasedStateMachine):
 
     def _drain(self) -> None:
         """Every job ends, whatever has happened to it."""
+        for job_id in self.run(self.client.zrange(keys.delayed(POOL, 0), 0, -1)):
+            self.run(self.client.zadd(keys.delayed(POOL, 0), {job_id: 1}))
+        self.run(self.commands_run(scripts.due(POOL, 0, 1000)))
         worker = Worker(self.commands, 9, 0)
         for _ in range(2 * len(self.jobs) + 1):
             wish = budget(idle=True, suspects=1000)

@@ -219,7 +219,10 @@ async def test_threads_use_the_same_scripts(store: JobStore, sync_store: SyncJob
 
 
 async def test_every_field_of_a_jobs_hash_and_of_stats_is_documented(store: JobStore, client: Any) -> None:
-    await running(store, owner="dead", callback_url="https://example.test/")
+    job = envelope(callback_url="https://example.test/")
+    await store.submit(job, lifetime=Lifetime(delay_s=0.001), attachment=b"mine")
+    await asyncio.sleep(0.01)
+    await store.pull(POOL, 0, "dead", budget(), KEEP)
     job = (await store.pull(POOL, 0, "w", budget(), NOW)).jobs[0]
     await store.cancel(job.envelope.id)
     await store.publish([last(job, "w", 1, "cancelled")])

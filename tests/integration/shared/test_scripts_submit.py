@@ -138,8 +138,9 @@ async def test_an_unknown_class_is_refused(store: JobStore, client: Any) -> None
 
 async def test_arguments_are_checked_before_the_first_write(client: Any) -> None:
     good = scripts.submit(envelope(), Lifetime(), LaneLimits()).command
-    # EVALSHA, sha, number of keys, job, stream, stats, then the arguments: cost is the fifth, deadline the eighth.
-    wrong = {4: good[4].replace("normal", "batch"), 10: "x", 13: "soon"}
+    # EVALSHA, sha, number of keys, six keys (the stream is the second), then the arguments: cost is the fifth, deadline
+    # the eighth.
+    wrong = {4: good[4].replace("normal", "batch"), 13: "x", 16: "soon"}
     for position, value in wrong.items():
         bad = [*good[:position], value, *good[position + 1 :]]
         with pytest.raises(redis.ResponseError, match="RWARG"):

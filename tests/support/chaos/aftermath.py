@@ -35,7 +35,7 @@ async def leftovers(client: Any, pool: str, lanes: int) -> list[str]:
     for lane in range(lanes):
         counters = await client.hgetall(keys.stats(pool, lane))
         for field, value in sorted(counters.items()):
-            if field.startswith((b"queued", b"running", b"a:")) and int(value) != 0:
+            if field.startswith((b"delayed", b"queued", b"running", b"a:")) and int(value) != 0:
                 found.append(f"lane {lane}: {field.decode()} is {int(value)}")
         for stream in keys.lane_streams(pool, lane):
             found += await _stream(client, stream, live)
@@ -63,6 +63,10 @@ async def everlasting(client: Any) -> list[str]:
     found = []
     async for name in client.scan_iter("*", count=1000):
         text = name.decode()
-        if text != keys.pools() and not text.endswith(_MAY_STAY) and await client.pttl(name) == -1:
+        if (
+            text not in (keys.pools(), keys.token_secret())
+            and not text.endswith(_MAY_STAY)
+            and await client.pttl(name) == -1
+        ):
             found.append(f"{text} never expires")
     return found

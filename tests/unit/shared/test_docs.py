@@ -17,6 +17,7 @@ from shared.protocol import (
     Envelope,
     ErrorInfo,
     Frame,
+    Head,
     Result,
     Timings,
     TokenizerBundle,
@@ -29,7 +30,7 @@ from shared.sampling import SamplingParams
 PAGE = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text("utf-8")
 WORDS = set(re.findall(r"[a-z_]+", " ".join(re.findall(r"`([^`]+)`", PAGE))))
 MESSAGES = [
-    Card, ChoiceFrame, ChoiceResult, Envelope, ErrorInfo, Frame, Result, SamplingParams, Timings, TokenizerBundle,
+    Card, ChoiceFrame, ChoiceResult, Envelope, ErrorInfo, Frame, Head, Result, SamplingParams, Timings, TokenizerBundle,
     TokenLogprob, Usage, WorkerInfo,
 ]  # fmt: skip
 

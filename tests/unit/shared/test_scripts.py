@@ -44,6 +44,8 @@ CALLS = {
     "renew": scripts.renew("o", OWNED),
     "release": scripts.release("o", OWNED),
     "cancel": scripts.cancel(JOB_ID),
+    "delete": scripts.delete(JOB_ID),
+    "due": scripts.due("p", 3, 10),
     "bury": scripts.bury("o", OWNED, ProtocolError("x")),
     "forget": scripts.forget("p", 3, "o"),
     "forget_dead": scripts.forget_dead("p", 3, ["o"]),
@@ -71,7 +73,7 @@ def test_the_header_comes_first_and_has_the_flags(name: str) -> None:
     text = scripts.load(name).text
     first, second = text.split("\n", 2)[:2]
     frees = {"publish", "cancel", "release", "renew", "pull", "bury", "sweep", "recount", "restore", "leave"}
-    frees |= {"forget", "forget_dead"}
+    frees |= {"forget", "forget_dead", "delete", "due"}
     assert first == ("#!lua flags=allow-oom" if name in frees else "#!lua")
     assert second.startswith("-- Put in front of every script")
     assert not re.search(r"'(KEYS|SCAN|FLUSH\w*|EVAL)'", text)
