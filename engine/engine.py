@@ -209,6 +209,11 @@ class Engine:
         """The model."""
         return self._info
 
+    def close(self) -> None:
+        """See `EngineProtocol.close`."""
+        if self.library is not None:
+            self.library.close()
+
     def check(self) -> None:
         """Verify all invariants.
 

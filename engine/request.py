@@ -259,6 +259,9 @@ class EngineProtocol(Protocol):
     def info(self) -> ModelInfo:
         """The model."""
 
+    def close(self) -> None:
+        """Nothing more is asked of it: end its threads, without waiting for what they are at."""
+
     def check(self) -> None:
         """Verify all invariants (blocks add up, every request in one state).
 

@@ -247,6 +247,11 @@ class SimEngine:
             max_lora_rank=self._config.max_lora_rank if self._config.max_loras else 0,
         )
 
+    def close(self) -> None:
+        """See `EngineProtocol.close`."""
+        if self._adapters.library is not None:
+            self._adapters.library.close()
+
     def check(self) -> None:
         """Verify that blocks add up and that every open choice is in one state.
 

@@ -35,6 +35,9 @@ class _NoFiles:
     def discard(self, identity: str) -> None:
         """Nothing is kept."""
 
+    def close(self) -> None:
+        """Nobody waits."""
+
 
 class SimAdapters:
     """What a simulated engine does with adapters; nothing where it serves none.

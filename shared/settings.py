@@ -113,6 +113,13 @@ class WorkerSettings(CommonSettings):
     num_blocks: int | None = Field(None, ge=1, description="blocks of the KV cache; wins over kv_cache_memory_mb")
     enable_prefix_caching: bool = Field(True, description="find full blocks again by hash")
     deterministic: bool = Field(False, description="results do not depend on the batch, bit for bit")
+    enable_lora: bool = Field(False, description="serve LoRA adapters; all workers of a pool alike")
+    # Unlike vLLM's 1: with it, requests of two adapters would take turns and never share a batch.
+    max_loras: int = Field(4, ge=1, description="most adapters in one batch, each in a slot on the device")
+    max_lora_rank: int = Field(16, ge=1, description="largest rank of an adapter; all workers of a pool alike")
+    max_cpu_loras: int | None = Field(
+        None, ge=1, description="adapters kept in memory, pinned ones among them; unset: four times max_loras"
+    )
     cpu_kernels: Literal["auto", "native", "torch"] = Field(
         "auto", description="on a CPU; native: C++ kernels, built on first use; auto: where they can be used"
     )
@@ -129,4 +136,5 @@ class WorkerSettings(CommonSettings):
     health_port: int = Field(8001, ge=0, le=65535, description="port of /health and /metrics; 0 takes a free one")
     sim_step_ms: float = Field(10.0, ge=0, description="sim engine: milliseconds per step")
     sim_token_us: float = Field(0.0, ge=0, description="sim engine: microseconds per token of a step")
+    sim_adapter_load_ms: float = Field(0.0, ge=0, description="sim engine: milliseconds to read an adapter")
     cache_dir: Path | None = Field(None, description="folder for converted tokenizers; unset: the user's cache folder")

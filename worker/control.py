@@ -1,4 +1,4 @@
-"""The pool's two channels: `wake` says which lane has work, `ctl` which job is to be cancelled, and pauses the pool."""
+"""The pool's two channels: `wake` says which lane has work, `ctl` cancels jobs, pauses, and tells of adapters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PING_S, LOST_S = 5.0, 10.0
 
 
 class ControlMessage(msgspec.Struct, frozen=True):
-    """What `ctl` carries, as a msgpack map. An unknown `op` is ignored."""
+    """What `ctl` carries, as a msgpack map: `cancel`, `pause`, `unpause`, `adapters`. An unknown `op` is ignored."""
 
     op: str
     id: str = ""
@@ -43,6 +43,7 @@ class ControlListener:
         on_wake: called with a lane.
         on_cancel: called with a job id.
         on_pause: called with whether the pool is paused now.
+        on_adapters: called when the pool's adapters are others.
         on_subscribed: called after each (re)subscription: what was sent before it is lost.
         ping_s: seconds of silence after which the server is asked whether it is there.
         lost_s: seconds of silence after which the connection counts as lost. Keep-alive of TCP does not see a proxy
@@ -62,6 +63,7 @@ class ControlListener:
         on_cancel: Callable[[str], None],
         on_pause: Callable[[bool], None],
         on_subscribed: Callable[[], None],
+        on_adapters: Callable[[], None] = lambda: None,
         ping_s: float = PING_S,
         lost_s: float = LOST_S,
     ) -> None:
@@ -70,7 +72,7 @@ class ControlListener:
         self.heard_at = float("-inf")
         self._wake, self._control = keys.wake(pool).encode(), keys.control(pool).encode()
         self._on_wake, self._on_cancel, self._on_subscribed = on_wake, on_cancel, on_subscribed
-        self._on_pause = on_pause
+        self._on_pause, self._on_adapters = on_pause, on_adapters
 
     async def run(self) -> None:
         """Listen until cancelled; subscribe again whenever the connection is lost."""
@@ -116,3 +118,5 @@ class ControlListener:
                 self._on_cancel(message.id)
             elif message.op in ("pause", "unpause"):
                 self._on_pause(message.op == "pause")
+            elif message.op == "adapters":
+                self._on_adapters()

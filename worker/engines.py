@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from engine.request import EngineProtocol
+from shared.adapter_store import open_store
 from shared.settings import WorkerSettings
+from worker.adapters import StoreSource
 
 #: Context of the simulated engine where none is set.
 _SIM_CONTEXT = 4096
+#: Adapters in memory for each slot, where it is not set: so that the next ones are there when a slot changes hands.
+_IN_MEMORY_PER_SLOT = 4
 
 
 def build_engine(settings: WorkerSettings) -> EngineProtocol:
@@ -32,7 +36,12 @@ def _build_sim(settings: WorkerSettings) -> EngineProtocol:
             block_size=settings.block_size,
             num_blocks=settings.num_blocks or everything,
             max_model_len=context,
-        )
+            max_loras=settings.max_loras if settings.enable_lora else 0,
+            max_lora_rank=settings.max_lora_rank,
+            max_cpu_loras=_max_cpu_loras(settings),
+            adapter_load_ms=settings.sim_adapter_load_ms,
+        ),
+        _source(settings),
     )
 
 
@@ -55,8 +64,24 @@ def _build_model(settings: WorkerSettings) -> EngineProtocol:
             kv_cache_memory_mb=settings.kv_cache_memory_mb,
             enable_prefix_caching=settings.enable_prefix_caching,
             deterministic=settings.deterministic,
+            enable_lora=settings.enable_lora,
+            max_loras=settings.max_loras,
+            max_lora_rank=settings.max_lora_rank,
+            max_cpu_loras=_max_cpu_loras(settings),
             cpu_kernels=settings.cpu_kernels,
             threads=settings.threads,
             cache_dir=settings.cache_dir,
-        )
+        ),
+        _source(settings),
     )
+
+
+def _source(settings: WorkerSettings) -> StoreSource | None:
+    return StoreSource(open_store(settings.adapter_store)) if settings.enable_lora else None
+
+
+def _max_cpu_loras(settings: WorkerSettings) -> int:
+    asked = settings.max_cpu_loras
+    if settings.enable_lora and asked is not None and asked < settings.max_loras:
+        raise ValueError(f"max_cpu_loras ({asked}) must be at least max_loras ({settings.max_loras})")
+    return asked or _IN_MEMORY_PER_SLOT * settings.max_loras

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
 from engine.request import PRIORITIES, EngineRequest, ResumedChoice, StepOutput
-from shared.errors import RopewayError
+from shared.errors import InvalidRequestError, RopewayError
 from shared.jobs import Owned, PulledJob
+from shared.lora.files import IDENTITY_PATTERN
 from shared.protocol import Envelope, ErrorInfo, JobStatus
 from worker.transcript import Transcript
 
@@ -90,14 +92,22 @@ class HeldJob:
         return Owned(self.id, self.epoch)
 
     def request(self) -> EngineRequest:
-        """The job as the engine takes it."""
-        envelope = self.envelope
+        """The job as the engine takes it.
+
+        Raises:
+            InvalidRequestError: it names an adapter and does not say which content: it is never the base model's.
+        """
+        envelope, identity = self.envelope, self.envelope.adapter_identity
+        adapted = envelope.adapter is not None or identity is not None
+        if adapted and (identity is None or IDENTITY_PATTERN.fullmatch(identity) is None):
+            raise InvalidRequestError("adapter: the job does not say which content it is to use", param="adapter")
         return EngineRequest(
             id=envelope.id,
             prompt_token_ids=envelope.prompt_token_ids,
             params=envelope.sampling,
             priority=PRIORITIES[envelope.job_class],
-            adapter=envelope.adapter,
+            adapter=identity,
+            adapter_name=envelope.adapter or "",
             cache_salt=envelope.cache_salt,
             resume=self.resumed,
             prompt_logprobs_done=self.prompt_logprobs_done,
@@ -143,6 +153,14 @@ class Admit:
     """To the engine's thread: a pulled job."""
 
     job: HeldJob
+
+
+@dataclass(slots=True)
+class Keep:
+    """To the engine's thread: adapters to keep in memory, names by identity, and those that no name stands for."""
+
+    pinned: Mapping[str, str]
+    retired: frozenset[str]
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
 import structlog
@@ -14,7 +14,7 @@ from shared.errors import EngineError, JobExpiredError, RopewayError
 from shared.protocol import ErrorInfo, JobStatus
 from worker.clock import RedisClock
 from worker.holdings import Admission, Holdings
-from worker.job import Admit, Cause, Drop, End, Handover, HeldJob, Progress, Stage
+from worker.job import Admit, Cause, Drop, End, Handover, HeldJob, Keep, Progress, Stage
 from worker.metrics import WorkerMetrics
 from worker.publisher import Message, Publisher
 from worker.pulse import EXIT_BROKEN, Fatal, Pulse, WatchedThread
@@ -58,7 +58,7 @@ class EngineLoop(WatchedThread):
         self._build, self._metrics, self._clock = build, metrics, clock
         # Looked at when asked for: jobs leave the worker in other threads, also when this one has nothing to do.
         metrics.held.set_function(lambda: len(holdings))
-        self._inbox: queue.SimpleQueue[Admit | End | _Nudge | _Close] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Admit | End | Keep | _Nudge | _Close] = queue.SimpleQueue()
         self._jobs: dict[str, HeldJob] = {}
         self._failures = 0
         self._closing = False
@@ -84,6 +84,10 @@ class EngineLoop(WatchedThread):
     def end(self, job: HeldJob, cause: Cause) -> None:
         """Stop a job. Once it is over this does nothing."""
         self._inbox.put(End(job, cause))
+
+    def keep_adapters(self, pinned: Mapping[str, str], retired: frozenset[str]) -> None:
+        """See `EngineProtocol.keep_adapters`."""
+        self._inbox.put(Keep(pinned, retired))
 
     def nudge(self) -> None:
         """Let the thread look again whether it may step."""
@@ -115,16 +119,18 @@ class EngineLoop(WatchedThread):
         self._refresh([])
         while not self._closing:
             self._receive()
-            if self._jobs and not self._publisher.full:
+            # Without jobs there may be adapters to read ahead.
+            if self._engine.has_work() and not self._publisher.full:
                 self._step()
         self._publisher.put([Handover(job) for job in self._jobs.values()])
+        self._engine.close()
         self.pulse.busy = False  # the drain goes on, for as long as Redis takes
 
     def _receive(self) -> None:
         """Handle all messages; wait for one where there is nothing to compute."""
         arrived: list[HeldJob] = []
         changed = False
-        must_wait = not self._jobs or self._publisher.full
+        must_wait = not self._engine.has_work() or self._publisher.full
         if must_wait:
             self._rest()
         while True:
@@ -138,6 +144,8 @@ class EngineLoop(WatchedThread):
                 self._admit(message.job)
             elif isinstance(message, End):
                 self._end(message.job, message.cause)
+            elif isinstance(message, Keep):
+                self._engine.keep_adapters(message.pinned, message.retired)
             elif isinstance(message, _Close):
                 self._closing = True
             changed = True
@@ -218,7 +226,7 @@ class EngineLoop(WatchedThread):
     def _step(self) -> None:
         if self._clock.now_ms() >= self._next_deadline:
             self._expire()
-            if not self._jobs:
+            if not self._engine.has_work():
                 return
         began = time.monotonic()
         try:

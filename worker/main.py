@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import structlog
@@ -17,6 +17,7 @@ from redis.retry import Retry
 
 from engine.request import EngineProtocol, ModelInfo
 from shared import keys
+from shared.adapters import Adapters
 from shared.connect import connect, connect_pubsub, connect_sync
 from shared.errors import ConflictError, InvalidRequestError, RopewayError
 from shared.jobstore import JobStore, SyncJobStore
@@ -25,6 +26,7 @@ from shared.probes import HealthServer
 from shared.redis_url import mask, parse
 from shared.settings import WorkerSettings
 from shared.tasks import cancel_all
+from worker.adapters import AdapterWatch
 from worker.clock import RedisClock
 from worker.control import PING_S, ControlListener
 from worker.engines import build_engine
@@ -193,6 +195,7 @@ class Worker:
                 on_pause=intake.pause,
                 on_conflict=self._refused,
             )
+            adapters = AdapterWatch(Adapters(reader), pool, self._loop, settings.heartbeat_s)
             listener = ControlListener(
                 subscriber,
                 pool,
@@ -201,6 +204,7 @@ class Worker:
                 on_cancel=intake.cancel,
                 on_pause=intake.pause,
                 on_subscribed=intake.poll_all,
+                on_adapters=adapters.look,
                 ping_s=min(PING_S, home_poll_s) if one_node else PING_S,
             )
             if one_node:
@@ -209,7 +213,10 @@ class Worker:
                 self._loop.attach(publisher, admission, intake.room)
                 publisher.start()
                 lease.start()
-                await self._until_drained(intake, registry, listener, publisher, lease)
+                works = {"intake": intake.run(), "registry": registry.run(), "control": listener.run()}
+                if info.max_lora_rank:
+                    works["adapters"] = adapters.run()
+                await self._until_drained(works, intake, registry, publisher, lease)
                 await self._leave(store, registry, pool)
         finally:
             sender.close()
@@ -244,12 +251,14 @@ class Worker:
         self._stop.set()
 
     async def _until_drained(
-        self, intake: Intake, registry: Registry, listener: ControlListener, publisher: Publisher, lease: LeaseKeeper
+        self,
+        works: Mapping[str, Coroutine[Any, Any, None]],
+        intake: Intake,
+        registry: Registry,
+        publisher: Publisher,
+        lease: LeaseKeeper,
     ) -> None:
-        tasks = {
-            asyncio.create_task(work, name=name)
-            for name, work in (("intake", intake.run()), ("registry", registry.run()), ("control", listener.run()))
-        }
+        tasks = {asyncio.create_task(work, name=name) for name, work in works.items()}
         pulling = next(task for task in tasks if task.get_name() == "intake")
         for task in tasks:
             task.add_done_callback(self._task_done)

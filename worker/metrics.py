@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
-from engine.request import EngineStats
+from engine.request import AdapterStats, EngineStats
 from shared.metrics import E2E_BUCKETS, NAMESPACE, TPOT_BUCKETS, TTFT_BUCKETS
 from shared.protocol import JobStatus, Timings, Usage
 
@@ -53,6 +53,24 @@ class WorkerMetrics:
             "request_inference_time_seconds", "From the engine's begin to the end.", E2E_BUCKETS
         )
         self.e2e = histogram("e2e_request_latency_seconds", "From submit to the end.", E2E_BUCKETS)
+        self.adapter_slots = gauge("adapter_slots", "Slots for adapters on the device; 0: none are served.")
+        self.adapters_resident = gauge("adapters_resident", "Adapters in slots on the device.")
+        self.adapters_in_memory = gauge("adapters_in_memory", "Adapters in memory, in a slot or not.")
+        self.adapters_loading = gauge("adapters_loading", "Adapters that are wanted and not yet in memory.")
+        self.adapter_loads = counter("adapter_loads", "Adapters that came into memory.")
+        self.adapter_load_failures = counter("adapter_load_failures", "Adapters that could not be read.")
+        self.adapter_load_time = histogram(
+            "adapter_load_seconds", "From the first request for an adapter until it was in memory.", TTFT_BUCKETS
+        )
+        self.adapter_fills = counter("adapter_slot_fills", "Adapters brought to a slot.")
+        self.adapter_evictions = counter("adapter_slot_evictions", "Adapters that left a slot.")
+        requests = Gauge(
+            f"{NAMESPACE}_adapter_requests",
+            "Requests of adapters: loading wait for memory, waiting for a slot or blocks, running are in the batch.",
+            ["model_name", "state"],
+            registry=self.registry,
+        )
+        self._adapter_requests = {state: requests.labels(model, state) for state in ("loading", "waiting", "running")}
         self._model = model
         self._jobs = Counter(
             f"{NAMESPACE}_jobs", "Jobs that ended here.", ["model_name", "status"], registry=self.registry
@@ -84,4 +102,21 @@ class WorkerMetrics:
         self.prefix_queries.inc(stats.prefix_query_tokens - last.prefix_query_tokens)
         self.prefix_hit_rate.set(stats.prefix_hit_rate)
         self.preemptions.inc(stats.preemptions - last.preemptions)
+        self._of_adapters(stats.adapters, last.adapters)
         self._last = stats
+
+    def _of_adapters(self, stats: AdapterStats, last: AdapterStats) -> None:
+        self.adapter_slots.set(stats.slots)
+        self.adapters_resident.set(len(stats.resident))
+        self.adapters_in_memory.set(len(stats.in_memory))
+        self.adapters_loading.set(len(stats.loading))
+        loads = stats.loads - last.loads
+        self.adapter_loads.inc(loads)
+        for seconds in stats.load_seconds[max(0, len(stats.load_seconds) - loads) :]:
+            self.adapter_load_time.observe(seconds)
+        self.adapter_load_failures.inc(stats.load_failures - last.load_failures)
+        self.adapter_fills.inc(stats.fills - last.fills)
+        self.adapter_evictions.inc(stats.evictions - last.evictions)
+        self._adapter_requests["loading"].set(stats.loading_requests)
+        self._adapter_requests["waiting"].set(stats.waiting_requests)
+        self._adapter_requests["running"].set(stats.running_requests)

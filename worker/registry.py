@@ -14,7 +14,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponen
 from engine.request import ModelInfo
 from shared.errors import ConflictError, ProtocolError
 from shared.jobstore import JobStore
-from shared.protocol import Card, TokenizerBundle, WorkerInfo
+from shared.protocol import AdapterTargets, Card, TokenizerBundle, WorkerInfo
 from worker.clock import RedisClock
 from worker.loop import EngineLoop
 from worker.metrics import WorkerMetrics
@@ -73,7 +73,9 @@ class Registry:
             dtype=info.dtype,
             created_ms=time.time_ns() // 1_000_000,
             sampling_defaults=info.sampling_defaults,
+            max_lora_rank=info.max_lora_rank,
         )
+        self._targets = AdapterTargets(modules=info.adapter_modules, max_lora_rank=info.max_lora_rank)
         self._bundle = TokenizerBundle(
             tokenizer_json=info.tokenizer_json,
             chat_template=info.chat_template,
@@ -109,7 +111,7 @@ class Registry:
             before_sleep=lambda state: self._failed(state.outcome.exception() if state.outcome else None),
         ):
             with attempt:
-                await self._store.put_card(self._card, self._bundle)
+                await self._put_card()
                 await self._beat()
 
     async def run(self) -> None:
@@ -138,14 +140,23 @@ class Registry:
             _log.error("the pool's card does not read", pool=self._pool, error=error.message)
             card = None
         if card is None or card.digest != self._card.digest:
-            await self._store.put_card(self._card, self._bundle)
+            await self._put_card()
             _log.warning("card written again", pool=self._pool)
+
+    async def _put_card(self) -> None:
+        await self._store.put_card(self._card, self._bundle)
+        if self._targets.max_lora_rank:
+            await self._store.put_targets(self._pool, self._targets)
 
     async def _beat(self) -> None:
         stats = self._loop.stats
         entry = self._entry
         entry.running, entry.waiting = stats.running, stats.waiting
         entry.free_blocks, entry.total_blocks = stats.free_blocks, stats.total_blocks
+        adapters = stats.adapters
+        entry.adapters, entry.adapters_in_memory = adapters.resident, adapters.in_memory
+        entry.adapters_loading, entry.adapters_failed = adapters.loading, adapters.failed
+        entry.max_loras = adapters.slots
         owners = await self._store.heartbeat(self._pool, entry, self._ttl_ms)
         self._clock.set(await self._store.now_ms(self._pool))
         self.seen_redis = time.monotonic()

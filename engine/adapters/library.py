@@ -41,6 +41,9 @@ class AdapterSource(Protocol):
     def discard(self, identity: str) -> None:
         """The folder's files are not what they should be: get them anew the next time."""
 
+    def close(self) -> None:
+        """Whoever waits in `folder` gives up."""
+
 
 A = TypeVar("A", bound=Identified)
 
@@ -230,9 +233,11 @@ class AdapterLibrary(Generic[A]):
             raise AssertionError(f"adapters are wanted by nobody: {idle}")
 
     def close(self) -> None:
-        """End the threads; what is being read is waited for."""
-        self._fetcher.shutdown(cancel_futures=True)
-        self._reader.shutdown(cancel_futures=True)
+        """End the threads; nothing is waited for."""
+        if self._source is not None:
+            self._source.close()
+        self._fetcher.shutdown(wait=False, cancel_futures=True)
+        self._reader.shutdown(wait=False, cancel_futures=True)
 
     # --- wanting ---
 

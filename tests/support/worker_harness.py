@@ -19,6 +19,8 @@ import redis.asyncio
 from engine.request import EngineRequest, StepOutput
 from engine.sim import SimConfig, SimEngine
 from shared import keys
+from shared.adapter_record import Content, PendingLoad
+from shared.adapters import Adapters
 from shared.connect import connect, connect_pubsub
 from shared.jobstore import JobStore
 from shared.keys import JobId
@@ -228,6 +230,18 @@ class Harness:
         await subscribed.wait()
         return follower
 
+    async def name_adapter(self, name: str, identity: str, *, pinned: bool = False) -> None:
+        """Have a name stand for a content from now on, as a load does."""
+        adapters = Adapters(self._commands)
+        load = PendingLoad(version=0, source="test", pinned=pinned)
+        record, _ = await adapters.begin(name, POOL, load, replace=True)
+        assert record.pending is not None
+        assert await adapters.finish(name, record.pending.version, Content(identity=identity, rank=4, bytes=1), 1)
+
+    async def unname_adapter(self, name: str) -> None:
+        """Unload a name."""
+        await Adapters(self._commands).remove(name)
+
     async def holder(self, job_id: str) -> WorkerProcess:
         """The worker that holds a job."""
         owner = (await self.client.hget(keys.job(JobId.parse(job_id)), "owner") or b"").decode()
@@ -305,9 +319,10 @@ def job(
     job_class: JobClass = "normal",
     flush_ms: int = 0,
     prompt: int = 4,
+    adapter: str | None = None,
     **sampling: Any,
 ) -> Envelope:
-    """A job of its own prompt; it generates 40 tokens unless told otherwise."""
+    """A job of its own prompt; it generates 40 tokens unless told otherwise. `adapter` is the identity of one."""
     params = {"max_tokens": 40, "seed": 1000 + number, "ignore_eos": True, **sampling}
     return Envelope(
         id=str(JobId.new(POOL, lane)),
@@ -316,6 +331,8 @@ def job(
         sampling=SamplingParams(**params),
         job_class=job_class,
         flush_ms=flush_ms,
+        adapter=None if adapter is None else f"name-of-{adapter[:4]}",
+        adapter_identity=adapter,
     )
 
 
@@ -339,7 +356,7 @@ def expected_prompt(envelope: Envelope) -> list[TokenLogprob]:
 
 
 def _undisturbed(envelope: Envelope) -> Iterator[StepOutput]:
-    engine = SimEngine(SimConfig(step_ms=0, max_model_len=32_768))
-    engine.add(EngineRequest("x", envelope.prompt_token_ids, envelope.sampling))
+    engine = SimEngine(SimConfig(step_ms=0, max_model_len=32_768, max_loras=1))
+    engine.add(EngineRequest("x", envelope.prompt_token_ids, envelope.sampling, adapter=envelope.adapter_identity))
     while engine.has_work():
         yield from engine.step()

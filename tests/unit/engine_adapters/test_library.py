@@ -177,6 +177,9 @@ class Store:
     def discard(self, identity: str) -> None:
         self.discarded.append(identity)
 
+    def close(self) -> None:
+        """Nobody waits."""
+
 
 def from_store(store: Store, capacity: int = 4, executor: Executor | None = None) -> AdapterLibrary[Adapter]:
     return AdapterLibrary(
