@@ -21,7 +21,7 @@ def fail(message: str, code: int = 1) -> NoReturn:
 
 
 #: Rooms of this distribution: where one of these is missing, no extra would bring it.
-_ROOMS = frozenset({"ropeway", "gateway", "worker", "engine", "kernels", "shared"})
+_ROOMS = frozenset({"ropeway", "gateway", "tasks", "worker", "engine", "kernels", "shared"})
 
 
 def fail_missing(error: ModuleNotFoundError, extra: str) -> NoReturn:

@@ -192,6 +192,27 @@ class Adapters(JobStore):
         """No job pins any more what an unloaded name stood for."""
         await self._ask("HDEL", keys.adapters("draining"), adapter_calls.draining_field(record))
 
+    async def loading(self, name: str, version: int, seconds: float) -> None:
+        """Say that somebody is at a load, for so many seconds."""
+        await self._ask("SET", _loading_key(name, version), b"1", "PX", max(1, round(seconds * 1e3)))
+
+    async def is_loading(self, name: str, version: int) -> bool:
+        """Whether somebody is at a load now."""
+        return bool(await self._ask("EXISTS", _loading_key(name, version)))
+
+    async def tasks_alive(self, seconds: float) -> None:
+        """Say that a process that loads adapters is there, for so many seconds."""
+        await self._ask("SET", keys.adapters("tasks"), b"1", "PX", max(1, round(seconds * 1e3)))
+
+    async def lock_keeper(self, owner: str, seconds: float) -> bool:
+        """Whether the caller is to look after all loads now; nobody else is for so many seconds."""
+        milliseconds = max(1, round(seconds * 1e3))
+        return bool(await self._ask("SET", keys.adapters("keeper"), owner, "NX", "PX", milliseconds))
+
+    async def any_tasks(self) -> bool:
+        """Whether a process that loads adapters is there."""
+        return bool(await self._ask("EXISTS", keys.adapters("tasks")))
+
     async def keep(self, identity: str) -> bool:
         """Before a content is put into the store: it is kept as one that a name has just left.
 
@@ -242,6 +263,10 @@ class Adapters(JobStore):
             if code == 2:
                 raise OverloadedError(f"{most} adapters are registered, no more are allowed (max_adapters)")
         raise ServiceUnavailableError(f"adapter '{name}' is being changed all the time", retry_after=1.0)
+
+
+def _loading_key(name: str, version: int) -> str:
+    return keys.adapters(f"loading:{name}@{version}")
 
 
 def _check_pool(held: AdapterRecord, pool: str) -> None:

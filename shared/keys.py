@@ -178,7 +178,9 @@ def adapters(what: str) -> str:
 
     `names` (hash: name to record), `draining` (hash: `<name>@<version>` to the record that the name had),
     `unused` (sorted set: contents that no name points to, by the ms since which), `revision` (number, rises with every
-    change), `deleting:<identity>` (string, there while a content is being deleted).
+    change); strings that expire: `deleting:<identity>` (there while a content is being deleted),
+    `loading:<name>@<version>` (somebody is at a load), `tasks` (a process that loads adapters is there), `keeper` (one
+    of them looks after all loads).
     """
     return f"rw:{{adapters}}:{what}"
 

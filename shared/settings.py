@@ -29,7 +29,17 @@ class CommonSettings(BaseSettings):
     log_json: bool | None = Field(None, description="JSON lines; unset: where standard error is not a terminal")
 
 
-class GatewaySettings(CommonSettings):
+class AdapterSettings(CommonSettings):
+    """What those need who take adapters in."""
+
+    tasks_redis_url: str | None = Field(
+        None,
+        description="Redis of the background tasks; unset: redis_url. Must be set where that is a cluster, and be none",
+    )
+    max_adapter_bytes: int = Field(2 * 1024**3, ge=1, description="largest file of a LoRA adapter's weights in bytes")
+
+
+class GatewaySettings(AdapterSettings):
     """Settings of the HTTP gateway."""
 
     host: str = Field("127.0.0.1", description="address to listen on")
@@ -49,6 +59,22 @@ class GatewaySettings(CommonSettings):
         description="seconds that queued jobs may wait, in the number of workers that /v1/pools asks for",
     )
     shutdown_grace_s: int = Field(20, ge=0, description="seconds that SIGTERM leaves open requests to end")
+    admin_api_keys: list[SecretStr] = Field(
+        [],
+        description="API keys that may load and unload adapters, as a JSON list; empty: only where no api_keys are set "
+        "and the gateway listens on loopback",
+    )
+    max_adapters: int = Field(10_000, ge=1, description="most names of adapters; above it 429")
+    adapter_wait_s: float = Field(600.0, gt=0, description="longest wait of a request for an adapter's load")
+    cors_origins: list[str] = Field(
+        [], description="origins of pages whose scripts may use this API, as a JSON list; [\"*\"]: any; empty: none"
+    )
+    token_secret: SecretStr | None = Field(
+        None,
+        min_length=16,
+        description="what signs the tokens of job streams, the same for all gateways; unset: one kept in Redis",
+    )
+    max_token_s: float = Field(3600.0, gt=0, description="longest life of a token of a job's stream, in seconds")
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="largest request body in bytes")
     max_prompts: int = Field(128, ge=1, description="most prompts in one completions request")
     max_choices: int = Field(128, ge=1, description="most choices in one request, prompts times n")
@@ -89,6 +115,22 @@ class GatewaySettings(CommonSettings):
     tokenizer_threads: int = Field(2, ge=1, description="threads that render and tokenize")
     flush_ms: int = Field(100, ge=0, description="where nothing is streamed: how long a worker may gather tokens")
     max_live_streams: int = Field(10_000, ge=1, description="most concurrent subscriptions; above it 429")
+
+
+class TasksSettings(AdapterSettings):
+    """Settings of the process that runs background tasks."""
+
+    adapter_roots: list[Path] = Field(
+        [], description="folders, as a JSON list, beneath which adapters may be loaded from a path; empty: none"
+    )
+    adapter_hub: bool = Field(True, description="adapters may be loaded from the Hugging Face hub")
+    adapter_load_timeout_s: int = Field(1800, ge=1, description="seconds that one load may take")
+    adapter_retention_s: float = Field(
+        8 * 24 * 3600.0, ge=0, description="seconds that the store keeps content that no name points to any more"
+    )
+    adapter_sweep_s: float = Field(5.0, gt=0, description="seconds between looks for loads that nobody is at any more")
+    tasks_health_host: str = Field("127.0.0.1", description="address of /health and /metrics")
+    tasks_health_port: int = Field(8002, ge=0, le=65535, description="port of /health and /metrics; 0 takes a free one")
 
 
 class WorkerSettings(CommonSettings):

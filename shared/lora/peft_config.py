@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 CONFIG_FILE = "adapter_config.json"
 #: Bytes of a config; PEFT's own are below 2 kB.
-_MAX_CONFIG_BYTES = 256 * 1024
+MAX_CONFIG_BYTES = 256 * 1024
 #: Seconds that one pattern may take on one module's name.
 _PATTERN_TIMEOUT_S = 0.2
 
@@ -87,11 +87,11 @@ def read_config(folder: Path) -> PeftConfig:
     path = folder / CONFIG_FILE
     try:
         with path.open("rb") as stream:
-            data = stream.read(_MAX_CONFIG_BYTES + 1)
+            data = stream.read(MAX_CONFIG_BYTES + 1)
     except OSError as error:
         raise AdapterError(f"{CONFIG_FILE}: cannot be read: {error.strerror}") from None
-    if len(data) > _MAX_CONFIG_BYTES:
-        raise AdapterError(f"{CONFIG_FILE}: larger than {_MAX_CONFIG_BYTES} bytes")
+    if len(data) > MAX_CONFIG_BYTES:
+        raise AdapterError(f"{CONFIG_FILE}: larger than {MAX_CONFIG_BYTES} bytes")
     try:
         fields = msgspec.json.decode(data, type=dict[str, Any])
         _check_others(fields)

@@ -1,0 +1,111 @@
+"""The queue of background tasks, in RQ's form with JSON for its contents: who puts tasks there, and where it is."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Final
+
+import redis
+
+from shared.connect import connect_sync
+from shared.errors import InvalidRequestError
+from shared.redis_errors import TROUBLE, typed
+from shared.redis_url import parse
+from shared.settings import AdapterSettings
+
+if TYPE_CHECKING:
+    from rq import Queue
+
+#: RQ's name of the queue.
+QUEUE: Final = "ropeway"
+#: The tasks that there are, by the names under which RQ knows them. Nothing else is ever run.
+LOAD_ADAPTER: Final = "tasks.jobs.load_adapter"
+#: Seconds until each further try of a task that failed for what may pass.
+RETRY_AFTER_S: Final = (2, 10, 30, 60)
+#: Seconds that a task may wait to be begun, and that one that failed is kept for people.
+_TTL_S: Final = 24 * 3600
+
+
+def tasks_url(settings: AdapterSettings) -> str:
+    """Where the queue is.
+
+    Raises:
+        InvalidRequestError: in a cluster, which RQ cannot use.
+    """
+    name = "redis_url" if settings.tasks_redis_url is None else "tasks_redis_url"
+    url = settings.tasks_redis_url or settings.redis_url
+    if parse(url).kind == "cluster":
+        raise InvalidRequestError(
+            f"{name}: background tasks cannot be kept in a cluster; ROPEWAY_TASKS_REDIS_URL must name a single server, "
+            "or one behind sentinels",
+            param="tasks_redis_url",
+        )
+    return url
+
+
+def task_id(name: str, version: int, starts: int) -> str:
+    """The id of the task that loads a version of a name; `starts`: how often it was begun anew before."""
+    return f"adapter-{hashlib.blake2b(name.encode(), digest_size=12).hexdigest()}-{version}-{starts}"
+
+
+class TaskQueue:
+    """Puts tasks into the queue. All calls block: make them in a thread. They raise ServiceUnavailableError.
+
+    Args:
+        url: see `tasks_url`.
+        timeout_s: seconds that one try of a task may take.
+    """
+
+    def __init__(self, url: str, timeout_s: int) -> None:
+        self._url, self._timeout_s = url, timeout_s
+        self._opened: Queue | None = None
+
+    def load_adapter(self, name: str, version: int, starts: int) -> None:
+        """Have a load begun that the name's record tells of. A task that is there already is not put there again."""
+        from rq import Retry
+        from rq.exceptions import DuplicateJobError
+
+        try:
+            self._queue().enqueue_call(
+                LOAD_ADAPTER,
+                args=(name, version),
+                job_id=task_id(name, version, starts),
+                description="load an adapter",
+                retry=Retry(max=len(RETRY_AFTER_S), interval=list(RETRY_AFTER_S)),
+                timeout=self._timeout_s,
+                ttl=_TTL_S,
+                failure_ttl=_TTL_S,
+                result_ttl=0,
+                unique=True,
+            )
+        except DuplicateJobError:
+            return
+        except TROUBLE as error:
+            raise typed(error) from error
+
+    def waits(self, name: str, version: int, starts: int) -> bool:
+        """Whether a task is still to be begun, or to be tried again later."""
+        from rq.job import JobStatus
+
+        try:
+            status = self._queue().connection.hget(f"rq:job:{task_id(name, version, starts)}", "status")
+        except TROUBLE as error:
+            raise typed(error) from error
+        return status in (JobStatus.QUEUED.value.encode(), JobStatus.SCHEDULED.value.encode())
+
+    def close(self) -> None:
+        """Close the connections."""
+        if self._opened is not None:
+            self._opened.connection.close()
+
+    def _queue(self) -> Queue:
+        """Opened when it is first needed: most gateways never do, and RQ takes its time to import."""
+        if self._opened is None:
+            from rq import Queue
+            from rq.serializers import JSONSerializer
+
+            client = connect_sync(self._url, max_connections=4)
+            if not isinstance(client, redis.Redis):
+                raise TypeError("background tasks cannot be kept in a cluster")
+            self._opened = Queue(QUEUE, connection=client, serializer=JSONSerializer)
+        return self._opened

@@ -1,0 +1,170 @@
+"""The process that runs background tasks: RQ's worker, the keeper in a thread, probes and metrics on a port."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any, Final
+
+import redis
+import structlog
+from rq.scheduler import RQScheduler
+from rq.serializers import JSONSerializer
+
+from shared.adapter_store import open_store
+from shared.adapters import Adapters
+from shared.connect import connect, connect_sync
+from shared.errors import RopewayError
+from shared.logs import configure as configure_logs
+from shared.probes import HealthServer
+from shared.redis_errors import TROUBLE
+from shared.redis_url import mask
+from shared.settings import TasksSettings
+from shared.task_queue import QUEUE, TaskQueue, tasks_url
+from tasks.jobs import configure
+from tasks.keeper import Keeper
+from tasks.metrics import TasksMetrics
+from tasks.rq_worker import TaskQueueOfWorker, TaskWorker
+
+_log = structlog.stdlib.get_logger("tasks.main")
+
+#: Exit code for settings that cannot be served: a restart would not help.
+EXIT_REFUSED: Final = os.EX_CONFIG
+#: Seconds that RQ waits for a task before it looks whether it is to stop; its sign of life lasts longer.
+_WORKER_TTL_S: Final = 60
+_MONITOR_S: Final = 10
+_PAUSE_S: Final = 1.0
+#: Seconds that the keeper may take for a round.
+_ROUND_S: Final = 120.0
+
+
+class Tasks:
+    """A tasks process. Nothing runs before `run`."""
+
+    def __init__(self, settings: TasksSettings) -> None:
+        self._settings, self._url = settings, tasks_url(settings)
+        self._store = open_store(settings.adapter_store)
+        self._metrics = TasksMetrics()
+        self._stop = threading.Event()
+        self._keeper: Keeper | None = None
+        self._worker: TaskWorker | None = None
+
+    def run(self) -> int:
+        """Serve until told to stop; answers the exit code."""
+        configure(self._settings)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._signalled)
+        settings = self._settings
+        health = HealthServer(
+            settings.tasks_health_host,
+            settings.tasks_health_port,
+            self._metrics.registry,
+            live=self._live,
+            ready=self._ready,
+        )
+        _log.info("tasks start", health_port=health.port, redis=mask(self._url))
+        keeper = threading.Thread(target=self._keep, name="keeper", daemon=True)
+        keeper.start()
+        try:
+            while not self._stop.is_set():
+                self._work()
+        finally:
+            health.close()
+        _log.info("tasks end")
+        return 0
+
+    def _work(self) -> None:
+        """Run tasks until told to stop, or until Redis fails for longer than RQ bears."""
+        try:
+            connection = self._connection()
+            queue = TaskQueueOfWorker(QUEUE, connection=connection, serializer=JSONSerializer)
+            worker = self._worker = TaskWorker(
+                [queue],
+                connection=connection,
+                serializer=JSONSerializer,
+                job_class=queue.job_class,
+                worker_ttl=_WORKER_TTL_S,
+                job_monitoring_interval=_MONITOR_S,
+                maintenance_interval=_WORKER_TTL_S,
+                log_job_description=False,
+            )
+            worker.work(logging_level=None)
+            if worker._shutdown_requested_date is not None:
+                self._stop.set()
+        except (RopewayError, *TROUBLE) as error:
+            _log.warning("Redis failed, trying again", error=repr(error))
+            self._stop.wait(_PAUSE_S)
+        finally:
+            self._worker = None
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self._signalled)
+
+    def _connection(self) -> redis.Redis:
+        # Longer than RQ waits for a task: an empty queue is no failure.
+        client = connect_sync(self._url, max_connections=4, socket_timeout=_WORKER_TTL_S + 10)
+        if not isinstance(client, redis.Redis):
+            raise TypeError("background tasks cannot be kept in a cluster")
+        return client
+
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        """Told to stop while no task was waited for."""
+        self._stop.set()
+
+    def _keep(self) -> None:
+        try:
+            asyncio.run(self._kept())
+        except Exception:  # noqa: BLE001 - said here; then this process is no longer alive for its probe
+            _log.exception("the keeper ended")
+
+    async def _kept(self) -> None:
+        settings = self._settings
+        client = connect(settings.redis_url, max_connections=4)
+        sender = TaskQueue(self._url, settings.adapter_load_timeout_s)
+        try:
+            keeper = self._keeper = Keeper(
+                Adapters(client),
+                self._store,
+                sender,
+                RQScheduler([QUEUE], connection=self._connection(), serializer=JSONSerializer, interval=1),
+                self._metrics,
+                every_s=settings.adapter_sweep_s,
+                retention_s=settings.adapter_retention_s,
+            )
+            await keeper.run()
+        finally:
+            sender.close()
+            await client.aclose()
+
+    # Probes, called in the health server's threads
+
+    def _live(self) -> tuple[bool, dict[str, Any]]:
+        keeper = self._keeper
+        silent = 0.0 if keeper is None else time.monotonic() - keeper.looked_at
+        well = silent < _ROUND_S + self._settings.adapter_sweep_s
+        return well, {"status": "ok" if well else "stalled", "silent_s": round(silent, 3)}
+
+    def _ready(self) -> tuple[bool, dict[str, Any]]:
+        keeper, worker = self._keeper, self._worker
+        since = None if keeper is None or not keeper.seen_redis else time.monotonic() - keeper.seen_redis
+        fresh = since is not None and since < max(15.0, 4 * self._settings.adapter_sweep_s)
+        ready = fresh and worker is not None and not self._stop.is_set()
+        return ready, {"status": "ready" if ready else "unready", "redis_seen_s": since}
+
+
+def run(settings: TasksSettings | None = None) -> int:
+    """Run background tasks in this process until it is told to stop; answers the exit code."""
+    settings = settings or TasksSettings()
+    configure_logs(settings.log_level, settings.log_json)
+    if settings.log_level != "debug":
+        logging.getLogger("rq").setLevel(logging.WARNING)  # it says every step of every task
+    try:
+        tasks = Tasks(settings)
+    except RopewayError as error:
+        _log.error("tasks cannot run with these settings", reason=error.message)
+        return EXIT_REFUSED
+    return tasks.run()

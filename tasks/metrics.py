@@ -1,0 +1,42 @@
+"""Metrics of one tasks process, in a registry of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from shared.adapter_record import AdapterRecord
+from shared.metrics import NAMESPACE
+
+
+class TasksMetrics:
+    """What the keeper sees and does. Tasks themselves run in processes that are too short-lived to be asked."""
+
+    def __init__(self) -> None:
+        self.registry = r = CollectorRegistry()
+        self.adapters = Gauge(
+            "adapters_registered", "Names of adapters, by what became of their last load", ["state"],
+            namespace=NAMESPACE, registry=r,
+        )  # fmt: skip
+        self.restarted = Counter(
+            "tasks_restarted_loads",
+            "Loads begun anew because whoever was at them died",
+            namespace=NAMESPACE,
+            registry=r,
+        )
+        self.deleted = Counter(
+            "tasks_deleted_adapters", "Contents deleted that nobody wanted any more", namespace=NAMESPACE, registry=r
+        )
+        self.errors = Counter(
+            "tasks_keeper_errors", "Rounds of upkeep that something kept from ending", namespace=NAMESPACE, registry=r
+        )
+
+    def records(self, records: Sequence[AdapterRecord]) -> None:
+        """Count names: `serving`, `loading` for the first time, `failed` to."""
+        states = [
+            "serving" if record.content is not None else "loading" if record.pending is not None else "failed"
+            for record in records
+        ]
+        for state in ("serving", "loading", "failed"):
+            self.adapters.labels(state).set(states.count(state))
