@@ -4,6 +4,8 @@
 #   make serve   Redis, gateway and worker on http://127.0.0.1:8000  (ARGS="--port 9000 ..." adds options)
 #   make test    all tests                                           (ARGS="-k sampler ..." adds pytest options)
 #   make chaos   1,000 jobs under 100 disturbances: nothing is lost  (ARGS="--quick", "--seed 7" ...); under ten minutes
+#   make helm    the chart: lint, rendering, schemas of Kubernetes (CRDS=FILE_OR_FOLDER adds definitions of custom kinds)
+#   make docker-check, compose-check   image files and compose.yaml; neither needs an engine
 #   make check   lint, format, types, import rules
 #   make format  fix what lint and format can fix
 #   make venv    only the environment in .venv
@@ -14,12 +16,14 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test chaos check format venv redis clean
+.PHONY: help demo serve test chaos helm docker-check compose-check check format venv redis deploy-tools clean
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TOOLS := $(VENV)/.deploy-tools
 ARGS ?=
+CRDS ?=
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -31,11 +35,24 @@ demo: venv
 serve: venv
 	@exec $(BIN)/ropeway serve $(ARGS)
 
-test: venv redis
+test: venv redis deploy-tools
 	$(BIN)/python -m pytest -q $(ARGS)
 
 chaos: venv redis
 	$(BIN)/python -m benchmarks.chaos $(ARGS)
+
+# A tool that cannot be had is an error here, and a skipped test in `make test`.
+helm: $(TOOLS)
+	$(BIN)/python scripts/chart_schema.py --check
+	CHART_CRDS="$(CRDS)" $(BIN)/python -m pytest -q -rs tests/deploy -k chart $(ARGS)
+
+docker-check: $(TOOLS)
+	$(BIN)/hadolint --config docker/hadolint.yaml docker/*.Dockerfile
+	$(BIN)/python -m pytest -q -rs tests/deploy/test_images.py $(ARGS)
+
+compose-check: $(TOOLS)
+	REDIS_PASSWORD=check $(BIN)/docker-compose --profile '*' config --quiet
+	$(BIN)/python -m pytest -q -rs tests/deploy/test_compose.py $(ARGS)
 
 check: venv
 	$(BIN)/ruff check .
@@ -65,6 +82,14 @@ $(STAMP): pyproject.toml constraints.txt scripts/install.py
 redis:
 	@command -v redis-server >/dev/null || scripts/debian_packages.sh redis-server \
 	  || echo "no redis-server: the tests against it will be skipped" >&2
+
+# Best effort, likewise: what looks at images, compose file and chart.
+deploy-tools: venv
+	@$(MAKE) --no-print-directory $(TOOLS) || echo "no tools for chart and images: their tests will be skipped" >&2
+
+$(TOOLS): $(STAMP)
+	$(BIN)/python scripts/install.py --extras deploy
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
