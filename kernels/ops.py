@@ -41,6 +41,7 @@ class Ops:
     paged_attention: Callable[..., Any]
     rms_norm: Callable[..., Any]
     rotary: Callable[..., Any]
+    screen: Callable[..., Any]
     silu_and_mul: Callable[..., Any]
     unembed: Callable[..., Any]
     write_kv: Callable[..., Any]

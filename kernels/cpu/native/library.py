@@ -15,7 +15,7 @@ from kernels.native_build import NativeUnavailableError, built
 
 logger = logging.getLogger(__name__)
 
-ABI = 3
+ABI = 4
 
 #: Numbers of dtypes in the records.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -156,6 +156,25 @@ class Lora(Structure):
     )
 
 
+class Screen(Structure):
+    """Operations 7 to 9, the stages of one: their record is the same."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("packed", c_void_p),
+        ("coarse", c_void_p),
+        ("bounds", c_void_p),
+        ("out", c_void_p),
+        ("x_stride", c_int64),
+        ("in_width", c_int64),
+        ("vocab", c_int64),
+        ("dtype", c_int64),
+    )
+
+
+SCREEN_STAGES = (7, 8, 9)
+
+
 class Instruction(Structure):
     """One step of a program."""
 
@@ -219,6 +238,8 @@ def _declare(opened: ctypes.CDLL) -> None:
         "ropeway_packed_bytes": (c_int64, [c_int64, c_int64, c_int64, c_int64]),
         "ropeway_panel_columns": (c_int64, []),
         "ropeway_pack": (None, [c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p]),
+        "ropeway_screen_sizes": (None, [c_int64, c_int64, POINTER(c_int64), POINTER(c_int64)]),
+        "ropeway_screen_pack": (c_int64, [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
         "ropeway_run": (c_int64, [POINTER(Instruction), c_int64, POINTER(Batch)]),
     }
     for name, (result, arguments) in signatures.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -97,20 +98,26 @@ def gated_linear(weight: Weight, bias: torch.Tensor | None = None) -> Linear:
     return apply
 
 
-@register("unembed", "cpu.native")
-def unembed(weight: Weight) -> Unembed:
-    """Contract of the reference; float32 as summed, and the blocks' maxima are found on the way."""
-    packed = _packed(weight, gated=False)
-    vocab = weight.shape[0]
-    blocks = -(-vocab // BLOCK)
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A packed output matrix; float32 as summed, and the blocks' maxima are found on the way."""
 
-    def apply(hidden: torch.Tensor, delta: torch.Tensor | None = None) -> BlockedLogits:
+    packed: Packed
+
+    def __call__(self, hidden: torch.Tensor, delta: torch.Tensor | None = None) -> BlockedLogits:
+        vocab = self.packed.rows
+        blocks = -(-vocab // BLOCK)
         values = empty(len(hidden), blocks * BLOCK, torch.float32)
         peaks = empty(len(hidden), blocks, torch.float32)
-        _project(hidden, packed, None, values, LOGITS, vocab, peaks, delta)
+        _project(hidden, self.packed.data, None, values, LOGITS, vocab, peaks, delta)
         return BlockedLogits(values, peaks, peaks.amax(-1), vocab)
 
-    return apply
+
+@register("unembed", "cpu.native")
+def unembed(weight: Weight) -> Unembed:
+    """Contract of the reference."""
+    vocab, width = weight.shape
+    return Head(Packed(_packed(weight, gated=False), vocab, width, weight.dtype))
 
 
 @register("rotary", "cpu.native")
@@ -146,7 +153,7 @@ def pack(weight: torch.Tensor, gated: bool = False) -> Packed:
     rows, columns = weight.shape
     weight, dtype = weight.contiguous(), DTYPES[weight.dtype]
     lib = native.library()
-    data = _allocate(lib.ropeway_packed_bytes(rows, columns, dtype, gated))
+    data = allocate(lib.ropeway_packed_bytes(rows, columns, dtype, gated))
     lib.ropeway_pack(weight.data_ptr(), rows, columns, dtype, gated, data.data_ptr())
     return Packed(data, rows, columns, weight.dtype)
 
@@ -178,7 +185,7 @@ def _packed(weight: Weight, *, gated: bool) -> torch.Tensor:
     return weight.data
 
 
-def _allocate(size: int) -> torch.Tensor:
+def allocate(size: int) -> torch.Tensor:
     """Bytes for a packed weight, aligned to a line of the cache.
 
     Weights lie side by side in large allocations, for which NumPy asks the system for large pages: a pass over all

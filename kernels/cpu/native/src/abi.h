@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-constexpr int kAbi = 3;
+constexpr int kAbi = 4;
 
 enum Dtype : int64_t { kFloat32 = 0, kBFloat16 = 1 };
 
@@ -22,7 +22,7 @@ struct Batch {
     const int64_t* lora_rows;    // [rows]
 };
 
-enum Op : int64_t { kGather, kNorm, kLinear, kRotary, kWriteKv, kAttention, kLora, kOps };
+enum Op : int64_t { kGather, kNorm, kLinear, kRotary, kWriteKv, kAttention, kLora, kScreenRows, kScreenColumns, kScreenPick, kOps };
 
 struct Gather {  // out[t] = table[ids[t]]
     const void* table;
@@ -83,6 +83,15 @@ struct Lora {  // out[t] = x[t] @ a[slot].T @ b[slot], part by part; zeros for t
     const int64_t* ranks;   // [slots]
     const int64_t* widths;  // [parts], together `width`
     int64_t x_stride, in, width, parts, max_rank, dtype;
+};
+
+struct Screen {  // out[t] = the first greatest column of x[t] @ weight.T, -1 where that takes them all; in three stages
+    const void* x;
+    const void* packed;     // panels
+    const uint8_t* coarse;  // the same in 8 bits, and their bounds: see `screen_pack`
+    const float* bounds;
+    int64_t* out;  // [rows]
+    int64_t x_stride, in, vocab, dtype;
 };
 
 struct Instruction {

@@ -5,6 +5,7 @@
 #include "gemm.h"
 #include "lora.h"
 #include "pool.h"
+#include "screen.h"
 
 #ifndef ROPEWAY_KEY
 #define ROPEWAY_KEY "none"
@@ -39,6 +40,16 @@ class Program {
             return (cut.pairs + cut.each - 1) / cut.each;
         }
         if (i.op == kLora) return batch_.lora_tiles;
+#if ROPEWAY_SCREEN
+        if (i.op == kScreenRows) {
+            screen_ = std::make_unique<ScreenSpace>(batch_.rows, ((const Screen*)i.record)->in, threads_);
+        } else if (i.op == kScreenColumns) {
+            const LinearCut cut = cut_screen(*(const Screen*)i.record, batch_.rows, threads_);
+            return cut.row_blocks * cut.panel_blocks;
+        } else if (i.op == kScreenPick) {
+            return batch_.rows;
+        }
+#endif
         return (batch_.rows + kRowsEach - 1) / kRowsEach;
     }
 
@@ -51,14 +62,21 @@ class Program {
             case kWriteKv: return by_rows(task, *(const WriteKv*)i.record, run_write_kv);
             case kLinear: return run_linear(*(const Linear*)i.record, batch_.rows, threads_, task);
             case kLora: return run_lora(*(const Lora*)i.record, batch_, task);
+#if ROPEWAY_SCREEN
+            case kScreenRows: return by_rows(task, *(const Screen*)i.record, [this](const Screen& s, int64_t row) {
+                run_screen_row(s, row, *screen_);
+            });
+            case kScreenColumns: return run_screen_columns(*(const Screen*)i.record, batch_.rows, task, thread, *screen_);
+            case kScreenPick: return run_screen_pick(*(const Screen*)i.record, task, *screen_);
+#endif
             case kAttention: return run_attention(*(const Attention*)i.record, batch_, tiles_, threads_, task,
                                                   scratch_[thread]);
         }
     }
 
    private:
-    template <class Record>
-    void by_rows(int64_t task, const Record& record, void (*row)(const Record&, int64_t)) {
+    template <class Record, class Row>
+    void by_rows(int64_t task, const Record& record, Row row) {
         const int64_t last = std::min(batch_.rows, (task + 1) * kRowsEach);
         for (int64_t t = task * kRowsEach; t < last; t++) row(record, t);
     }
@@ -70,6 +88,9 @@ class Program {
     std::vector<Scratch> scratch_;
     std::vector<QueryTile> tiles_;
     int64_t tiles_each_ = 0;
+#if ROPEWAY_SCREEN
+    std::unique_ptr<ScreenSpace> screen_;
+#endif
 };
 
 std::mutex guard;
@@ -133,10 +154,28 @@ void ropeway_pack(const void* weight, int64_t out, int64_t in, int64_t dtype, in
         pack_panels<float>((const float*)weight, out, in, gated != 0, (float*)packed);
 }
 
+// Bytes of an output matrix in 8 bits and floats of its bounds; both 0 where it is not screened here.
+void ropeway_screen_sizes(int64_t out, int64_t in, int64_t* bytes, int64_t* floats) {
+    const int64_t panels = ROPEWAY_SCREEN && in <= kMostScreened ? (out + NR - 1) / NR : 0;
+    *bytes = panels * (int64_t)coarse_panel_bytes(in);
+    *floats = panels * kPanelBounds;
+}
+
+// From packed panels; 0 if a column is not finite or too large, so that the matrix cannot be screened.
+int64_t ropeway_screen_pack(const void* packed, int64_t out, int64_t in, int64_t dtype, uint8_t* coarse, float* bounds) {
+#if ROPEWAY_SCREEN
+    if (dtype == kBFloat16) return screen_panels<bf16>((const char*)packed, out, in, dtype, coarse, bounds);
+    return screen_panels<float>((const char*)packed, out, in, dtype, coarse, bounds);
+#else
+    (void)packed, (void)out, (void)in, (void)dtype, (void)coarse, (void)bounds;
+    return 0;
+#endif
+}
+
 // 0, or 1 more than the place of an unknown operation; nothing has run then.
 int64_t ropeway_run(const Instruction* instructions, int64_t count, const Batch* batch) {
     for (int64_t i = 0; i < count; i++)
-        if (instructions[i].op < 0 || instructions[i].op >= kOps) return i + 1;
+        if (instructions[i].op < 0 || instructions[i].op >= (ROPEWAY_SCREEN ? kOps : kScreenRows)) return i + 1;
     std::lock_guard<std::mutex> lock(guard);
     Pool<Program>& threads = ready_pool();
     Program program(instructions, count, *batch, threads.threads());

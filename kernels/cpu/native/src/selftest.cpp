@@ -80,6 +80,46 @@ void check_linear(int64_t rows, int64_t in, int64_t out, Epilogue epilogue, bool
         }
 }
 
+#if ROPEWAY_SCREEN
+// Against the first greatest of the same kernel's logits, whose bits they have to be. Some columns are there twice.
+template <class T>
+void check_screen(int64_t rows, int64_t in, int64_t out) {
+    const int64_t width = (out + kPeak - 1) / kPeak * kPeak;
+    auto x = filled<T>(rows * in), weight = filled<T>(out * in);
+    for (int64_t r = 1; r < rows; r += 2)
+        for (int64_t i = 0; i < in; i++) x[r * in + i] = x[(r - 1) * in + (i * 7 + 1) % in];
+    for (int64_t i = 0; i < in; i++) weight[(out - 1) * in + i] = weight[out / 2 * in + i];
+    const int64_t zero = 3, strange = 4;  // rows that are left
+    if (rows > zero) std::fill_n(x.get() + zero * in, in, T{});
+    if constexpr (sizeof(T) == 2) {
+        if (rows > strange) x[strange * in].bits = 0x7fc0;
+    } else {
+        if (rows > strange) x[strange * in] = NAN;
+    }
+    std::unique_ptr<char[]> packed(new char[ropeway_packed_bytes(out, in, dtype_of<T>, 0)]);
+    ropeway_pack(weight.get(), out, in, dtype_of<T>, 0, packed.get());
+    std::unique_ptr<float[]> logits(new float[rows * width]), peaks(new float[rows * width / kPeak + 1]);
+    const Linear linear{x.get(), packed.get(), nullptr, nullptr, logits.get(), peaks.get(), in,
+                        width,   width / kPeak, 0,      in,      out,          dtype_of<T>, kLogits};
+    run_one(kLinear, &linear, rows_only(rows));
+    int64_t bytes, floats;
+    ropeway_screen_sizes(out, in, &bytes, &floats);
+    std::unique_ptr<uint8_t[]> coarse(new uint8_t[bytes]);
+    std::unique_ptr<float[]> bounds(new float[floats]);
+    if (!ropeway_screen_pack(packed.get(), out, in, dtype_of<T>, coarse.get(), bounds.get())) wrong++;
+    std::unique_ptr<int64_t[]> found(new int64_t[rows + 1]);
+    const Screen record{x.get(), packed.get(), coarse.get(), bounds.get(), found.get(), in, in, out, dtype_of<T>};
+    const Instruction stages[] = {{kScreenRows, &record}, {kScreenColumns, &record}, {kScreenPick, &record}};
+    const Batch batch = rows_only(rows);
+    if (ropeway_run(stages, 3, &batch)) wrong++;
+    for (int64_t r = 0; r < rows; r++) {
+        const float* row = logits.get() + r * width;
+        const int64_t wanted = r == zero || r == strange ? -1 : std::max_element(row, row + out) - row;
+        if (found[r] != -1 || out < 200) expect((double)found[r], (double)wanted, 0, "screen", rows, in, out);
+    }
+}
+#endif
+
 template <class T>
 void check_rows(int64_t rows, int64_t width) {
     auto x = filled<T>(rows * width), weight = filled<T>(width);
@@ -223,6 +263,12 @@ void check_all() {
                 }
             }
     check_linear<T>(250, 18, 40, kPlain, true);
+#if ROPEWAY_SCREEN
+    for (int64_t rows : {0, 1, 5, 12, 13, 37})
+        for (int64_t in : {1, 2, 31, 64, 130})
+            for (int64_t out : {1, 15, 32, 33, 70, 700}) check_screen<T>(rows, in, out);
+    check_screen<T>(130, 66, 90);
+#endif
     for (int64_t rows : {0, 1, 4, 33, 70})
         for (int64_t in : {1, 31, 32, 65})
             for (int64_t rank : {1, 3, 16}) {

@@ -1,0 +1,57 @@
+"""The arg-max over an output matrix, of which an 8-bit copy tells what need not be computed: see `src/screen.h`."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+
+import torch
+
+from kernels.cpu.native import library as native
+from kernels.cpu.native.library import DTYPES, SCREEN_STAGES, Batch, Instruction
+from kernels.cpu.native.operations import Head, allocate
+from kernels.ops import register
+from kernels.reference.screen import Screen
+from kernels.reference.unembed import Unembed
+
+logger = logging.getLogger(__name__)
+
+
+@register("screen", "cpu.native")
+def screen(head: Unembed) -> Screen | None:
+    """Contract of the reference; None also where the CPU has no VNNI. Takes a byte for each weight of the matrix."""
+    if not isinstance(head, Head):
+        return None
+    packed = head.packed
+    rows, columns, dtype = packed.rows, packed.columns, DTYPES[packed.dtype]
+    lib, size, count = native.library(), ctypes.c_int64(), ctypes.c_int64()
+    lib.ropeway_screen_sizes(rows, columns, ctypes.byref(size), ctypes.byref(count))
+    if not size.value:
+        return None
+    coarse, bounds = allocate(size.value), torch.empty(count.value)
+    source = packed.data.data_ptr()
+    if not lib.ropeway_screen_pack(source, rows, columns, dtype, coarse.data_ptr(), bounds.data_ptr()):
+        logger.warning("the output matrix has weights that are not finite or very large: greedy tokens take all logits")
+        return None
+
+    def apply(hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.stride(-1) != 1:
+            hidden = hidden.contiguous()
+        out = torch.empty(len(hidden), dtype=torch.int64)
+        record = native.Screen(
+            hidden.data_ptr(),
+            packed.data.data_ptr(),
+            coarse.data_ptr(),
+            bounds.data_ptr(),
+            out.data_ptr(),
+            hidden.stride(0),
+            columns,
+            rows,
+            dtype,
+        )
+        address = ctypes.addressof(record)
+        stages = (Instruction * len(SCREEN_STAGES))(*[Instruction(stage, address) for stage in SCREEN_STAGES])
+        native.run(stages, len(stages), Batch(rows=len(hidden)))
+        return out
+
+    return apply
