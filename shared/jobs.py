@@ -64,6 +64,9 @@ class PullBudget:
             one job whatever number of sequences it has.
         suspects: how many more jobs it may take that two workers died with; keep it small, so that a job that kills its
             workers makes few others look like it.
+        adapters: identities of those that the caller has jobs of.
+        more_adapters: of how many others it may have jobs too; None for any. One of a job that has waited for two
+            seconds is let in beyond that, as are those of jobs that another worker has begun.
     """
 
     sequences: Mapping[str, int]
@@ -71,6 +74,8 @@ class PullBudget:
     max_job_tokens: int
     idle: bool = False
     suspects: int = 4
+    adapters: frozenset[str] = frozenset()
+    more_adapters: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,8 @@ LOAD_FIELDS: Final = (
 
 #: Of a 64-bit number, its sign included.
 _MAX_DIGITS: Final = 20
+#: Of adapters, where the caller has no limit.
+_ANY_NUMBER: Final = 2**31
 
 _STATUSES: Final[dict[bytes, JobStatus]] = {status.encode(): status for status in get_args(JobStatus)}
 _PUBLICATIONS: Final = (Publication.FINE, Publication.CANCELLED, Publication.FENCED)
@@ -234,6 +236,8 @@ def pull(pool: str, lane: int, owner: str, budget: PullBudget, lease: Lease, see
             budget.max_job_tokens,
             *(budget.sequences.get(c, 0) for c in CLASSES),
             *(budget.tokens.get(c, 0) for c in CLASSES),
+            _ANY_NUMBER if budget.more_adapters is None else budget.more_adapters,
+            *sorted(budget.adapters),
         ],
     )
 

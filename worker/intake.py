@@ -37,7 +37,11 @@ _PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
 @dataclass(frozen=True, slots=True)
 class IntakeConfig:
-    """Where to pull, and seconds."""
+    """Where to pull, and seconds.
+
+    Attributes:
+        max_adapters: most adapters whose jobs are held, but for jobs that nobody else takes; None: any number.
+    """
 
     pool: str
     lanes: int
@@ -45,6 +49,7 @@ class IntakeConfig:
     home_poll_s: float
     all_poll_s: float
     steal_delay_s: float
+    max_adapters: int | None = None
 
 
 class Intake:
@@ -254,7 +259,10 @@ class Intake:
         if budget is None:
             return None
         suspects = max(0, _SUSPECTS - sum(job.suspect for job in held))
-        return replace(budget, idle=not held, suspects=suspects)
+        adapters = frozenset(filter(None, (job.envelope.adapter_identity for job in held)))
+        most = self._config.max_adapters
+        more = None if most is None else max(0, most - len(adapters))
+        return replace(budget, idle=not held, suspects=suspects, adapters=adapters, more_adapters=more)
 
     async def _pull(self, lane: int, budget: PullBudget) -> Pulled:
         node = await self._pull_store.node(self._config.pool, lane)

@@ -48,6 +48,8 @@ _log = structlog.stdlib.get_logger("worker")
 _SWITCH_INTERVAL = 0.0005
 #: Seconds that a drain gives Redis to accept the last frames and take back what is handed over.
 _HANDOVER_S = 5.0
+#: Adapters whose jobs a worker takes, for each of its slots: one that is in it, and the next, which is read meanwhile.
+_ADAPTERS_PER_SLOT = 2
 
 Build = Callable[[WorkerSettings], EngineProtocol]
 
@@ -151,7 +153,7 @@ class Worker:
             intake = Intake(
                 JobStore(puller),
                 store,
-                self._intake_config(pool),
+                self._intake_config(pool, info),
                 rule,
                 self._loop,
                 self._holdings,
@@ -224,7 +226,7 @@ class Worker:
             for client in (puller, reader, subscriber):
                 await client.aclose()
 
-    def _intake_config(self, pool: str) -> IntakeConfig:
+    def _intake_config(self, pool: str, info: ModelInfo) -> IntakeConfig:
         settings = self._settings
         return IntakeConfig(
             pool=pool,
@@ -234,6 +236,7 @@ class Worker:
             # A look at all lanes is also what finds jobs whose lease has run out.
             all_poll_s=min(settings.all_poll_ms / 1e3, settings.lease_s / 2),
             steal_delay_s=settings.steal_delay_ms / 1e3,
+            max_adapters=_ADAPTERS_PER_SLOT * settings.max_loras if info.max_lora_rank else None,
         )
 
     async def _join(self, registry: Registry) -> bool:

@@ -8,11 +8,6 @@ local function head_of(level, bucket)
   return head(stream_of(level, bucket), CLASSES[level], tostring(bucket))
 end
 
--- Milliseconds since a job was submitted, or its time came.
-local function waited_ms(job)
-  return now_ms - math.floor(job.waiting_us / 1000)
-end
-
 -- By class: the bucket whose turn it is, the one whose head did not fit at its turn (or -1), and by bucket whether
 -- anything is queued and how many tokens it has saved up.
 local function read_turns()
@@ -82,7 +77,9 @@ local function serve_bucket(level, bucket, turns, stuck, most)
     if taken >= most or sequences[level] <= 0 or tokens[level] <= 0 then
       return 'spent'
     end
-    if not fits(level, job) then
+    if not suits(job) then
+      stuck[bucket] = true -- and nothing is kept for it: other buckets' jobs take none of its adapter's places
+    elseif not fits(level, job) then
       stuck[bucket] = true
       if job.cost <= max_cost then
         turns.passed_over = bucket

@@ -26,6 +26,19 @@ local function fits(level, job)
   return job.cost <= max_cost and job.seqs <= sequences[level] and job.cost <= tokens[level]
 end
 
+-- Milliseconds since a job was submitted, or its time came.
+local function waited_ms(job)
+  return now_ms - math.floor(job.waiting_us / 1000)
+end
+
+-- Whether the caller has a place for the job's adapter.
+local function suits(job)
+  if not job.adapter or has_adapter[job.adapter] or more_adapters > 0 or (idle and #jobs == 0) then
+    return true
+  end
+  return more_adapters == 0 and waited_ms(job) > ADAPTER_PATIENCE_MS
+end
+
 local LEVELS = { high = 1, normal = 2, batch = 3 }
 -- Set while jobs are taken that have waited so long that they go before the higher classes.
 local aged = false
@@ -59,6 +72,9 @@ local function grant(job, alone)
   redis.call('HSETNX', job.key, 'started_us', int(now))
   if job.deaths >= SUSPECT_AFTER then
     suspects = suspects - 1
+  end
+  if job.adapter and not has_adapter[job.adapter] then
+    has_adapter[job.adapter], more_adapters = true, more_adapters - 1
   end
   spend(job)
   full = full or alone

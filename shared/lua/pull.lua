@@ -8,6 +8,7 @@
 --       5 1: take back what is idle past the lease  6 1: and charge it  7 1: the caller holds no job at all
 --       8 suspects that it may take  9 largest cost that it can ever hold
 --       10 11 12 sequences and 13 14 15 tokens that it can admit, for high, normal, batch
+--       16 adapters of which it may have jobs beside those that it has  17... those that it has
 -- Answers nil for an empty lane, else {token, jobs, ended, buried, reclaimed, waiting for an idle worker}:
 --   jobs   {id, envelope, epoch, attempts, last seq, deadline in ms, microseconds since submit, suspect, alone} each
 --   ended  id, status, id, status ...      buried  ids, which are in `ended` too
@@ -18,6 +19,9 @@ local QUANTUM = 1024
 local PATIENCE_MS = 1000
 -- A job of a lower class that has waited this long goes before the higher classes, one in each pull.
 local AGED_MS = 30000
+-- A job that has waited this long for a worker with a place for its adapter is taken without one, one in each pull: a worker
+-- that had a place would have taken it by now.
+local ADAPTER_PATIENCE_MS = 2000
 -- Deaths of its workers after which a job is a suspect and goes out with few others, those after which it runs alone, and
 -- deaths while alone before it is buried. One death makes no suspect: when a node is lost, all of its jobs go on at once.
 local SUSPECT_AFTER, ALONE_AFTER, ALONE_DEATHS = 2, 3, 2
@@ -34,7 +38,12 @@ local may_reclaim, charge, idle = ARGV[5] == '1', ARGV[6] == '1', ARGV[7] == '1'
 local suspects = tonumber(ARGV[8])
 local sequences = { tonumber(ARGV[10]), tonumber(ARGV[11]), tonumber(ARGV[12]) }
 local tokens = { tonumber(ARGV[13]), tonumber(ARGV[14]), tonumber(ARGV[15]) }
-if #KEYS ~= 29 or #sequences ~= 3 or #tokens ~= 3 or not (lease_ms and max_attempts and max_cost and suspects) then
+local more_adapters, has_adapter = tonumber(ARGV[16]), {}
+for i = 17, #ARGV do
+  has_adapter[ARGV[i]] = true
+end
+if #KEYS ~= 29 or #sequences ~= 3 or #tokens ~= 3
+  or not (lease_ms and max_attempts and max_cost and suspects and more_adapters) then
   return redis.error_reply('RWARG pull: a number is missing')
 end
 

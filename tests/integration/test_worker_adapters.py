@@ -266,3 +266,23 @@ async def test_cancelled_and_expired_in_each_state_leave_nothing(redis_url: str,
         # The worker checks its engine when it is idle; no name stands for these adapters, so nothing is kept.
         await entry(h, worker, lambda info: not info.adapters and not info.adapters_in_memory and info.running == 0)
         assert worker.alive
+
+
+async def test_one_worker_does_not_take_the_jobs_of_all_adapters_while_another_idles(
+    redis_url: str, tmp_path: Path
+) -> None:
+    identities = [put_adapter(tmp_path, seed) for seed in range(12)]
+    async with harness(redis_url) as h:
+        workers = [await h.worker(**lora(tmp_path, max_loras=2)) for _ in range(2)]
+        await asyncio.gather(*(entry(h, worker, lambda info: info.max_loras == 2) for worker in workers))
+        # One lane has one home.
+        jobs = [job(n, adapter=identity, max_tokens=300) for n, identity in enumerate(identities)]
+        followers = [await h.submit(envelope) for envelope in jobs]
+        held = {worker.owner: 0 for worker in workers}
+        async with asyncio.timeout(PATIENCE_S):
+            while min(held.values()) < 4:
+                owners = [await h.client.hget(keys.job(keys.JobId.parse(e.id)), "owner") for e in jobs]
+                held = {worker.owner: owners.count(worker.owner.encode()) for worker in workers}
+                await asyncio.sleep(0.02)
+        for follower in followers:  # nor does one that found no place wait for ever
+            await follower.tokens(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -322,3 +323,64 @@ async def test_an_ended_job_is_not_taken_back(store: JobStore, client: Any) -> N
     pulled = await store.pull(POOL, 0, "v", budget(), NOW)
     assert pulled.jobs == [] and pulled.ended == {}
     await check_lane(client, [job.id])
+
+
+# --- adapters ---
+
+
+def places(more: int, *has: str) -> PullBudget:
+    return replace(budget(), adapters=frozenset(name * 32 for name in has), more_adapters=more)
+
+
+def adapted(name: str, **fields: Any) -> Envelope:
+    return envelope(adapter=name, adapter_identity=name * 32, **fields)
+
+
+async def test_a_caller_gets_jobs_of_its_adapters_and_of_as_many_more_as_it_has_places(
+    store: JobStore, client: Any
+) -> None:
+    jobs = await submit_all(store, [adapted(name) for name in "aabbac"])
+    assert ids(await store.pull(POOL, 0, "w", places(0, "a"), KEEP)) == jobs[:2]
+    assert ids(await store.pull(POOL, 0, "w", places(0, "a"), KEEP)) == []
+    assert ids(await store.pull(POOL, 0, "w", places(1, "a"), KEEP)) == jobs[2:5]
+    assert ids(await store.pull(POOL, 0, "x", places(1), KEEP)) == jobs[5:]
+    await check_lane(client, jobs)
+
+
+async def test_base_jobs_and_callers_without_a_limit_need_no_place(store: JobStore) -> None:
+    base = await submit_all(store, [envelope() for _ in range(2)])
+    assert ids(await store.pull(POOL, 0, "w", places(0), KEEP)) == base
+    jobs = await submit_all(store, [adapted(name) for name in "abcdef"])
+    assert ids(await store.pull(POOL, 0, "w", budget(), KEEP)) == jobs
+
+
+async def test_an_adapter_without_a_place_holds_up_its_own_bucket_alone(store: JobStore, client: Any) -> None:
+    one, two = tenants_of_different_buckets(2)
+    blocked = await submit_all(store, [adapted("b", tenant=one), envelope(tenant=one)])
+    others = await submit_all(store, [envelope(tenant=two, job_class="batch"), adapted("a", tenant=two)])
+    await age(client, blocked[0], 1.5)
+    assert set(ids(await store.pull(POOL, 0, "w", places(0, "a"), KEEP))) == set(others)
+    assert ids(await store.pull(POOL, 0, "x", places(0, "b"), KEEP)) == blocked
+
+
+async def test_one_that_nobody_else_takes_is_let_in_one_in_each_pull(store: JobStore, client: Any) -> None:
+    jobs = await submit_all(store, [adapted(name) for name in "bbcd"])
+    for job_id in jobs:
+        await age(client, job_id, 3)
+    assert ids(await store.pull(POOL, 0, "w", places(0, "a"), KEEP)) == jobs[:2]
+    assert ids(await store.pull(POOL, 0, "w", places(0, "a", "b"), KEEP)) == jobs[2:3]
+
+
+async def test_an_idle_caller_gets_one_in_any_case(store: JobStore) -> None:
+    jobs = await submit_all(store, [adapted(name) for name in "ab"])
+    room = replace(places(0), idle=True)
+    assert ids(await store.pull(POOL, 0, "w", room, KEEP)) == jobs[:1]
+
+
+async def test_what_another_worker_has_begun_goes_on_at_once(store: JobStore) -> None:
+    jobs = await submit_all(store, [adapted(name) for name in "abcd"])
+    taken = await store.pull(POOL, 0, "first", budget(), KEEP)
+    for job in taken.jobs[:2]:
+        assert await store.release("first", owned(job))
+    again = await store.pull(POOL, 0, "second", places(0), NOW)
+    assert sorted(ids(again)) == sorted(jobs)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from engine.request import Capacity
 from shared.errors import ForeignDataError, ServiceUnavailableError
 from shared.jobs import LaneLoad, Lease, PullBudget, Pulled, PulledJob
-from shared.keys import CLASSES, home_lanes
+from shared.keys import CLASSES, JobId, home_lanes
 from tests.unit.worker.parts import held
 from worker.holdings import Admission, Holdings
 from worker.intake import Intake, IntakeConfig
@@ -83,11 +83,17 @@ class Engine:
 
 class Setup:
     def __init__(
-        self, *, sequences: int = 4, steal_delay_s: float = 0.0, poll_s: float = 600.0, all_poll_s: float | None = None
+        self,
+        *,
+        sequences: int = 4,
+        steal_delay_s: float = 0.0,
+        poll_s: float = 600.0,
+        all_poll_s: float | None = None,
+        max_adapters: int | None = None,
     ) -> None:
         self.lanes, self.holdings, self.admission = Lanes(), Holdings(), Admission(10**6)
         self.engine = Engine(self.admission, sequences)
-        config = IntakeConfig("pool", LANES, "me", poll_s, all_poll_s or poll_s, steal_delay_s)
+        config = IntakeConfig("pool", LANES, "me", poll_s, all_poll_s or poll_s, steal_delay_s, max_adapters)
         self.intake = Intake(
             self.lanes, self.lanes, config, ReclaimRule(1.0, 3), self.engine,  # type: ignore[arg-type]
             self.holdings, self.admission, WorkerMetrics("m"),
@@ -300,3 +306,24 @@ async def test_jobs_that_were_pulled_are_kept_when_nobody_knows_who_answered() -
             while not s.engine.jobs:
                 await asyncio.sleep(0.001)
     assert [job.id for job in s.engine.jobs] == [job.id for job in s.holdings.all()]
+
+
+async def test_the_budget_says_which_adapters_are_here_and_how_many_more_may_come() -> None:
+    async with Setup(max_adapters=3) as s:
+        for number, identity in enumerate(["a" * 32, "a" * 32, "b" * 32, None]):
+            job = held(job_id=str(JobId.new("pool", number)))
+            job.envelope.adapter_identity = identity
+            s.holdings.add(job)
+        s.lanes.queued = {1: 1}
+        s.intake.wake(1)
+        await s.lanes.until(lambda: bool(s.lanes.pulls))
+        budget = s.lanes.pulls[0][1]
+        assert (budget.adapters, budget.more_adapters) == ({"a" * 32, "b" * 32}, 1)
+
+
+async def test_where_no_adapters_are_served_there_is_no_limit_of_them() -> None:
+    async with Setup() as s:
+        s.lanes.queued = {1: 1}
+        s.intake.wake(1)
+        await s.lanes.until(lambda: bool(s.lanes.pulls))
+        assert s.lanes.pulls[0][1].more_adapters is None
