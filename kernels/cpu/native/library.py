@@ -157,7 +157,7 @@ class Lora(Structure):
 
 
 class Screen(Structure):
-    """Operations 7 to 9, the stages of one: their record is the same."""
+    """`SCREEN_STAGES`, the stages of one operation: their record is the same."""
 
     _fields_ = (
         ("x", c_void_p),
@@ -172,9 +172,6 @@ class Screen(Structure):
     )
 
 
-SCREEN_STAGES = (7, 8, 9)
-
-
 class Instruction(Structure):
     """One step of a program."""
 
@@ -187,6 +184,7 @@ Record = Gather | Norm | Linear | Rotary | WriteKv | Attention | Lora
 OPERATIONS: dict[type[Structure], int] = {
     kind: number for number, kind in enumerate((Gather, Norm, Linear, Rotary, WriteKv, Attention, Lora))
 }
+SCREEN_STAGES = range(len(OPERATIONS), len(OPERATIONS) + 3)
 
 _lock = threading.Lock()
 _loaded: ctypes.CDLL | None = None
