@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 import structlog
 from fastapi import FastAPI
 
-from gateway import docs, errors
+from gateway import cors, docs, errors
 from gateway.admission import Keyring
 from gateway.catalogue import Catalogue
 from gateway.entrance import Entrance
@@ -25,15 +25,19 @@ from gateway.pool_metrics import PoolCollector
 from gateway.pool_state import PoolStates
 from gateway.preparation import Preparer
 from gateway.routes import chat, completions, health, jobs, models, pools
+from gateway.schemas import MAX_DEADLINE_S, MAX_DELAY_S
 from gateway.services import Services
+from gateway.stream_tokens import StreamTokens
 from gateway.submission import Submitter
 from gateway.sweeper import Sweeper
 from gateway.tenant_queue import TenantQueues
 from shared.calls import AsyncClient
 from shared.connect import connect, connect_pubsub
+from shared.job_index import JobIndex
 from shared.jobs import LaneLimits, Lifetime, QueuedLimits, RateLimits, ReplicaWait
 from shared.jobstore import JobStore
 from shared.redis_url import mask
+from shared.secret_store import SecretStore
 from shared.settings import GatewaySettings
 from shared.tasks import cancel_all
 from shared.tenants import Tenants
@@ -74,6 +78,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         metrics_key=settings.metrics_key.get_secret_value() if settings.metrics_key else None,
     )
     app.add_middleware(RequestScope, metrics=metrics)
+    if settings.cors_origins:
+        cors.install(app, settings.cors_origins)
     return app
 
 
@@ -116,6 +122,7 @@ async def _open(settings: GatewaySettings, metrics: GatewayMetrics, stack: Async
         sweeper = Sweeper(Upkeep(client), metrics, settings.sweep_s)
         background.append(asyncio.create_task(sweeper.run(), name="sweeper"))
     stack.push_async_callback(cancel_all, background)
+    secret = settings.token_secret
     log.info("gateway.started", redis=mask(settings.redis_url))
     return Services(
         settings=settings,
@@ -128,12 +135,16 @@ async def _open(settings: GatewaySettings, metrics: GatewayMetrics, stack: Async
         submitter=submitter,
         metrics=metrics,
         executor=executor,
+        loads=loads,
+        index=JobIndex(client),
+        tokens=StreamTokens(secret.get_secret_value() if secret else None, SecretStore(client)),
     )
 
 
 def _entrance(client: AsyncClient, store: JobStore, loads: PoolLoads, settings: GatewaySettings) -> Entrance:
     tenants = Tenants(client)
     longest_s = settings.deadline_s + settings.max_run_s + settings.retention_s
+    longest_queued_s = max(settings.deadline_s, MAX_DEADLINE_S) + MAX_DELAY_S
     queued = QueuedLimits(settings.max_tenant_queued_jobs, settings.max_tenant_queued_tokens)
     return Entrance(
         store,
@@ -143,7 +154,7 @@ def _entrance(client: AsyncClient, store: JobStore, loads: PoolLoads, settings: 
             loads,
             RateLimits(settings.rate_limit_requests, settings.rate_limit_tokens),
             PoolLimits(settings.max_pool_queued_jobs, settings.max_pool_queued_tokens),
-            TenantQueues(tenants, queued, longest_s),
+            TenantQueues(tenants, queued, longest_queued_s),
         ),
     )
 

@@ -9,15 +9,17 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from gateway.schemas import ChatCompletionRequest, CompletionRequest, JobRequest
-
+#: Models of bodies of routes, in the order in which they were named.
+_documented: dict[type[BaseModel], None] = {}
 _REF = "#/components/schemas/{model}"
 
 
-def body_docs(model: type[BaseModel]) -> dict[str, Any]:
-    """`openapi_extra` of a route whose body is of this model."""
-    schema = {"$ref": _REF.format(model=model.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+def body_docs(*models: type[BaseModel], required: bool = True) -> dict[str, Any]:
+    """`openapi_extra` of a route whose body is of one of these models."""
+    _documented.update(dict.fromkeys(models))
+    refs = [{"$ref": _REF.format(model=model.__name__)} for model in models]
+    schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
+    return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
 
 
 def install(app: FastAPI) -> None:
@@ -27,7 +29,7 @@ def install(app: FastAPI) -> None:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
             _, definitions = models_json_schema(
-                [(model, "validation") for model in (ChatCompletionRequest, CompletionRequest, JobRequest)],
+                [(model, "validation") for model in _documented],
                 ref_template=_REF,
             )
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})

@@ -55,7 +55,9 @@ class Idempotency:
     def __init__(self, tenants: Tenants, ttl_s: float) -> None:
         self._tenants, self._ttl_s = tenants, ttl_s
 
-    async def attach(self, tenant: str, key: str, digest: str, prepared: Prepared) -> tuple[Prepared, bool]:
+    async def attach(
+        self, tenant: str, key: str, digest: str, prepared: Prepared, ttl_s: float | None = None
+    ) -> tuple[Prepared, bool]:
         """The request as it was first prepared under this key, and whether that was an earlier one.
 
         Its jobs are to be submitted in any case, which changes nothing for those that are there: whoever entered the
@@ -67,7 +69,7 @@ class Idempotency:
         """
         shape = prepared.shape
         mine = IdempotentRequest(digest=digest, job_ids=list(shape.job_ids), created=shape.created)
-        held = await self._tenants.claim(tenant, key, mine, self._ttl_s)
+        held = await self._tenants.claim(tenant, key, mine, max(self._ttl_s, ttl_s or 0.0))
         if held.digest != digest or len(held.job_ids) != len(mine.job_ids):
             raise KeyReusedError("Idempotency-Key: this key stands for a request with another body", param=HEADER)
         if held.job_ids == mine.job_ids:

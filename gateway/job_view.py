@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -9,7 +10,7 @@ import msgspec
 from gateway import errors, wire_format
 from gateway.answers import Shape, from_result
 from gateway.wire_format import UsageBody
-from shared.jobs import JobView
+from shared.jobs import JobEntry, JobView, Lifetime
 from shared.protocol import FINAL_STATUSES, Envelope, JobClass, JobStatus, Result, Timings, decode
 
 
@@ -23,7 +24,8 @@ class JobError(msgspec.Struct, frozen=True):
 
 
 class JobBody(msgspec.Struct, frozen=True, rename={"job_class": "class"}):
-    """A job. Times are Unix seconds, null where not yet; `result` is the answer in the shape of its endpoint."""
+    """A job. Times are Unix seconds, null where not yet; `result` is the answer in the shape of its endpoint.
+    `estimated_wait_s` is there while it waits, and something is known of the rate at which others end."""
 
     id: str
     kind: Literal["chat", "completion"]
@@ -34,6 +36,8 @@ class JobBody(msgspec.Struct, frozen=True, rename={"job_class": "class"}):
     started_at: int | None = None
     finished_at: int | None = None
     deadline_at: int | None = None
+    not_before: int | None = None
+    estimated_wait_s: float | None = None
     attempts: int = 0
     last_seq: int = 0
     cancel_requested: bool = False
@@ -46,23 +50,57 @@ class JobBody(msgspec.Struct, frozen=True, rename={"job_class": "class"}):
     object: str = "job"
 
 
-def of_envelope(envelope: Envelope) -> bytes:
-    """A job that was queued a moment ago."""
-    return wire_format.encode(
-        JobBody(
-            id=envelope.id,
-            kind=envelope.kind,
-            model=envelope.model,
-            status="queued",
-            job_class=envelope.job_class,
-            created_at=envelope.created_ms // 1000,
-            request_id=envelope.request_id,
-            metadata=envelope.metadata,
-        )
+class JobListBody(msgspec.Struct, frozen=True):
+    """Jobs of a list, without what is large: usage, timings, error and result. `next` is for `after`."""
+
+    data: Sequence[JobBody]
+    first_id: str | None = None
+    last_id: str | None = None
+    has_more: bool = False
+    next: str | None = None
+    object: str = "list"
+
+
+def of_envelope(envelope: Envelope, lifetime: Lifetime, wait_s: float | None) -> JobBody:
+    """A job that was queued a moment ago; `wait_s` as far as that can be estimated."""
+    start = envelope.created_ms / 1000 + lifetime.delay_s
+    return JobBody(
+        id=envelope.id,
+        kind=envelope.kind,
+        model=envelope.model,
+        status="delayed" if lifetime.delay_s > 0 else "queued",
+        job_class=envelope.job_class,
+        created_at=envelope.created_ms // 1000,
+        deadline_at=int(start + lifetime.deadline_s),
+        not_before=int(start) if lifetime.delay_s > 0 else None,
+        estimated_wait_s=_rounded(wait_s),
+        request_id=envelope.request_id,
+        metadata=envelope.metadata,
     )
 
 
-def of_view(view: JobView, hidden: frozenset[int] = frozenset()) -> bytes:
+def of_entry(entry: JobEntry) -> JobBody:
+    """A job of a list."""
+    return JobBody(
+        id=entry.id,
+        kind=entry.head.kind,
+        model=entry.head.model,
+        status=entry.status,
+        job_class=entry.job_class,
+        created_at=entry.submitted_ms // 1000,
+        started_at=entry.started_ms // 1000 or None,
+        finished_at=entry.finished_ms // 1000 or None,
+        deadline_at=entry.deadline_ms // 1000 or None,
+        not_before=entry.start_ms // 1000 or None,
+        attempts=entry.attempts,
+        last_seq=entry.last_seq,
+        cancel_requested=entry.cancel_requested,
+        request_id=entry.head.request_id,
+        metadata=entry.head.metadata,
+    )
+
+
+def of_view(view: JobView, hidden: frozenset[int] = frozenset(), wait_s: float | None = None) -> bytes:
     """A job as the queue has it; `hidden` are the token ids that texts of its model do not show by default.
 
     Raises:
@@ -83,6 +121,8 @@ def of_view(view: JobView, hidden: frozenset[int] = frozenset()) -> bytes:
             started_at=view.started_ms // 1000 or None,
             finished_at=view.finished_ms // 1000 or None,
             deadline_at=view.deadline_ms // 1000 or None,
+            not_before=view.start_ms // 1000 or None,
+            estimated_wait_s=_rounded(wait_s),
             attempts=view.attempts,
             last_seq=view.last_seq,
             cancel_requested=view.cancel_requested,
@@ -94,6 +134,10 @@ def of_view(view: JobView, hidden: frozenset[int] = frozenset()) -> bytes:
             result=None if result is None else msgspec.Raw(from_result(_shape(envelope, hidden), result)),
         )
     )
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 1)
 
 
 def _shape(envelope: Envelope, hidden: frozenset[int]) -> Shape:

@@ -41,8 +41,8 @@ class Limiter:
         self._tenants, self._loads, self._rates, self._pools = tenants, loads, rates, pools
         self._queues = queues
 
-    async def admit(self, tenant: str, envelopes: Sequence[Envelope]) -> Mapping[str, str]:
-        """Count a request with its jobs against all limits.
+    async def admit(self, tenant: str, envelopes: Sequence[Envelope], requests: int = 1) -> Mapping[str, str]:
+        """Count jobs, of one request or of several that came together, against all limits.
 
         Returns:
             Headers for its answer, named as OpenAI's.
@@ -54,13 +54,13 @@ class Limiter:
         """
         tokens = sum(envelope.cost_tokens for envelope in envelopes)
         pool = JobId.parse(envelopes[0].id).pool
-        self._check_pool(pool, len(envelopes), tokens)
+        self._check_pools(envelopes)
         if not self._queues.limits.any:
-            return await self._spend(tenant, tokens)
+            return await self._spend(tenant, requests, tokens)
         jobs = {envelope.id: envelope.cost_tokens for envelope in envelopes}
         await self._enter(tenant, pool, jobs)
         try:
-            return await self._spend(tenant, tokens)
+            return await self._spend(tenant, requests, tokens)
         except RopewayError:
             await self._queues.leave(tenant, jobs)
             raise
@@ -85,13 +85,18 @@ class Limiter:
                 retry_after=state.retry_after(),
             )
 
-    async def _spend(self, tenant: str, tokens: int) -> Mapping[str, str]:
+    async def _spend(self, tenant: str, requests: int, tokens: int) -> Mapping[str, str]:
         if not self._rates.any:
             return {}
-        spent = await self._tenants.spend(tenant, self._rates, 1, tokens)
+        spent = await self._tenants.spend(tenant, self._rates, requests, tokens)
         if spent.allowed:
             return _headers(self._rates, spent)
         if spent.wait_s is None:
+            if self._rates.requests is not None and requests > self._rates.requests:
+                raise InvalidRequestError(
+                    f"these are {requests} requests; the limit is {self._rates.requests} per minute",
+                    code="rate_limit_exceeded",
+                )
             raise InvalidRequestError(
                 f"the request needs {tokens} tokens, prompt and max_tokens of every choice; the limit is "
                 f"{self._rates.tokens} per minute",
@@ -103,10 +108,17 @@ class Limiter:
             retry_after=spent.wait_s,
         )
 
+    def _check_pools(self, envelopes: Sequence[Envelope]) -> None:
+        if self._pools.queued_jobs is None and self._pools.queued_tokens is None:
+            return
+        costs: dict[str, list[int]] = {}
+        for envelope in envelopes:
+            costs.setdefault(JobId.parse(envelope.id).pool, []).append(envelope.cost_tokens)
+        for pool, tokens in costs.items():
+            self._check_pool(pool, len(tokens), sum(tokens))
+
     def _check_pool(self, pool: str, jobs: int, tokens: int) -> None:
         most = self._pools
-        if most.queued_jobs is None and most.queued_tokens is None:
-            return
         state = self._loads.of(pool)
         queued = state.load
         if most.queued_jobs is not None and queued.queued_jobs + jobs > most.queued_jobs:

@@ -22,6 +22,8 @@ log = structlog.get_logger(__name__)
 LOOK_S: Final = 1.0
 #: Weight of the newest look in the drain rate: about ten looks count.
 _NEWEST: Final = 0.2
+#: Tokens per second; a slower rate is that of a pool that was idle, and says nothing of how it drains.
+_LEAST_DRAIN: Final = 1.0
 #: Bounds of Retry-After in seconds; the first also where nothing is known of the rate.
 RETRY_MIN_S, RETRY_MAX_S = 1.0, 60.0
 
@@ -53,6 +55,16 @@ class PoolLoad:
         # Room for one more comes soon; but all that are refused now come back at the same time.
         seconds = 0.1 * (self.load.queued_tokens + self.load.running_tokens) / self.drain
         return min(max(seconds, RETRY_MIN_S), RETRY_MAX_S)
+
+    def wait_s(self, job_class: str, own_tokens: int = 0) -> float | None:
+        """About how long a job of a class waits that is queued now: tokens queued before it, by the rate at which jobs
+        end; None where nothing is known of that. `own_tokens` are the job's, if it is among what is queued."""
+        ahead = sum(self.classes[c].queued_tokens for c in CLASSES[: CLASSES.index(job_class) + 1]) - own_tokens
+        if not self.seen_at or self.paused:
+            return None
+        if ahead <= 0:
+            return 0.0
+        return ahead / self.drain if self.drain >= _LEAST_DRAIN else None
 
 
 class PoolLoads:

@@ -20,6 +20,8 @@ MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
 MAX_DEADLINE_S = 7 * 24 * 3600.0
+#: Seconds until a job may start, at the most.
+MAX_DELAY_S = 7 * 24 * 3600.0
 
 
 def _empty(value: Any) -> bool:
@@ -187,7 +189,34 @@ class JobRequest(BaseModel):
     deadline_s: float | None = Field(
         None, gt=0, le=MAX_DEADLINE_S, allow_inf_nan=False, description="seconds until it must have ended"
     )
+    delay_s: float | None = Field(
+        None, ge=0, le=MAX_DELAY_S, allow_inf_nan=False, description="seconds until it may start"
+    )
+    not_before: float | None = Field(
+        None, ge=0, allow_inf_nan=False, description="when it may start, in Unix seconds, in place of `delay_s`"
+    )
+    retention_s: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="seconds that result and events are kept after its end"
+    )
     metadata: dict[str, str] | None = Field(None, description="up to 16 pairs, echoed")
+
+
+class JobsRequest(BaseModel):
+    """`POST /v1/jobs` with many jobs."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    jobs: list[dict[str, Any]] | None = Field(None, description="jobs, each as if it were submitted alone")
+
+
+class TokenRequest(BaseModel):
+    """`POST /v1/jobs/{id}/token`."""
+
+    model_config = ConfigDict(strict=True)
+
+    expires_in_s: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="seconds that the token is good for, 300 by default"
+    )
 
 
 M = TypeVar("M", bound=BaseModel)
@@ -195,7 +224,15 @@ M = TypeVar("M", bound=BaseModel)
 #: Names that may be shown in the location of an error.
 _FIELDS = frozenset(
     name
-    for model in (ChatCompletionRequest, CompletionRequest, JobRequest, Message, StreamOptions)
+    for model in (
+        ChatCompletionRequest,
+        CompletionRequest,
+        JobRequest,
+        JobsRequest,
+        TokenRequest,
+        Message,
+        StreamOptions,
+    )
     for name in (*model.model_fields, "class")
 )
 

@@ -16,12 +16,17 @@ from gateway.catalogue import Catalogue
 from gateway.entrance import Entrance, Repeat
 from gateway.hub import Hub
 from gateway.idempotency import digest_of, key_of
+from gateway.load import PoolLoads
 from gateway.metrics import GatewayMetrics
 from gateway.pool_state import PoolStates
 from gateway.preparation import Preparer
 from gateway.schemas import parse
+from gateway.stream_tokens import StreamTokens
 from gateway.submission import Submitter
+from shared.job_index import JobIndex
 from shared.jobstore import JobStore
+from shared.keys import JobId
+from shared.protocol import JobClass
 from shared.settings import GatewaySettings
 
 #: Bodies larger than this are parsed in a thread.
@@ -45,6 +50,18 @@ class Services:
     submitter: Submitter
     metrics: GatewayMetrics
     executor: Executor
+    loads: PoolLoads
+    index: JobIndex
+    tokens: StreamTokens
+
+    def wait_s(self, job_id: str, job_class: JobClass, *, delay_s: float = 0.0, own_tokens: int = 0) -> float | None:
+        """About how many seconds until a job starts; None where nothing is known of that, or no worker lives."""
+        name = JobId.parse(job_id).pool
+        pool = self.catalogue.known(name)
+        if pool is None or not pool.workers:
+            return None
+        waits = self.loads.of(name).wait_s(job_class, own_tokens)
+        return None if waits is None else max(delay_s, waits)
 
     async def in_thread(self, call: Callable[[], T]) -> T:
         """What a call answers that would hold up every other stream for long."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 
 import structlog
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
@@ -26,6 +27,14 @@ _CANCEL_ATTEMPTS = 6
 CLOSE_S = 3.0
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Of one job: its lifetime, None for the gateway's, and what is kept with it."""
+
+    lifetime: Lifetime | None = None
+    attachment: bytes = b""
+
+
 class Submitter:
     """Puts jobs into the queue and takes them back. Commands are never broken off in the middle."""
 
@@ -35,11 +44,12 @@ class Submitter:
         self._closing = asyncio.Event()
 
     async def submit(
-        self, envelopes: Sequence[Envelope], lifetime: Lifetime | None = None, *, keep: bool = False
+        self, envelopes: Sequence[Envelope], terms: Terms | Sequence[Terms] | None = None, *, keep: bool = False
     ) -> None:
         """Queue all jobs of a request, or none.
 
         Args:
+            terms: of each job, or of all.
             keep: where that fails, those that are queued go on: the request has a key, and will be repeated under it.
 
         Raises:
@@ -47,11 +57,13 @@ class Submitter:
             ServiceUnavailableError: Redis is away, full, loading or read-only, or too few replicas have a job.
         """
         answers: list[BaseException | None]
+        each = terms if isinstance(terms, Sequence) else [terms or Terms()] * len(envelopes)
         if len(envelopes) == 1:
-            answers = [await self._submit(envelopes[0], lifetime)]
+            answers = [await self._submit(envelopes[0], each[0])]
         else:
             gate = asyncio.Semaphore(_PARALLEL)
-            answers = await asyncio.gather(*(self._submit(envelope, lifetime, gate) for envelope in envelopes))
+            pairs = zip(envelopes, each, strict=True)
+            answers = await asyncio.gather(*(self._submit(envelope, one, gate) for envelope, one in pairs))
         errors = [answer for answer in answers if answer is not None]
         self._count(envelopes, answers)
         if not errors:
@@ -64,12 +76,12 @@ class Submitter:
         raise errors[0]
 
     async def _submit(
-        self, envelope: Envelope, lifetime: Lifetime | None, gate: asyncio.Semaphore | None = None
+        self, envelope: Envelope, terms: Terms, gate: asyncio.Semaphore | None = None
     ) -> BaseException | None:
         """Queue one job; answers what went wrong, so that the others are not broken off."""
         try:
             async with gate or nullcontext():
-                await self._store.submit(envelope, lifetime=lifetime)
+                await self._store.submit(envelope, lifetime=terms.lifetime, attachment=terms.attachment)
         except Exception as error:  # noqa: BLE001  (the caller raises it)
             return error
         return None

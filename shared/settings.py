@@ -78,6 +78,7 @@ class GatewaySettings(AdapterSettings):
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="largest request body in bytes")
     max_prompts: int = Field(128, ge=1, description="most prompts in one completions request")
     max_choices: int = Field(128, ge=1, description="most choices in one request, prompts times n")
+    max_jobs_per_request: int = Field(256, ge=1, description="most jobs in one submit")
     max_queued_jobs: int | None = Field(10_000, ge=1, description="most queued jobs per lane; above it 429")
     max_queued_tokens: int | None = Field(None, ge=1, description="most queued tokens per lane; above it 429")
     submit_replicas: int = Field(
@@ -103,6 +104,9 @@ class GatewaySettings(AdapterSettings):
     deadline_s: float = Field(3600.0, gt=0, description="seconds until a job must have ended")
     max_run_s: float = Field(600.0, gt=0, description="seconds past its deadline that a running job's keys are kept")
     retention_s: float = Field(3600.0, gt=0, description="seconds that an ended job's result and events are kept")
+    max_retention_s: float = Field(
+        7 * 24 * 3600.0, gt=0, description="longest retention that a job may ask for, in seconds"
+    )
     disconnect_grace_s: float = Field(
         0.0, ge=0, description="seconds until the job of a client that went away is cancelled"
     )

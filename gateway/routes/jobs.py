@@ -1,33 +1,28 @@
-"""`/v1/jobs`: submit, look, follow, cancel."""
+"""`/v1/jobs`: submit, list, look, follow, cancel, delete."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Annotated
+from dataclasses import replace
+from typing import Annotated, Literal, cast, get_args
 
-from fastapi import APIRouter, Header, Query, Request, Response
+import msgspec
+from fastapi import APIRouter, Header, Path, Query, Request, Response
 
-from gateway import job_view
-from gateway.admission import JobOptions
+from gateway import job_list, job_orders, job_view, wire_format
 from gateway.disconnect import Disconnect
 from gateway.docs import body_docs
 from gateway.errors import JobLostError, reference_of
 from gateway.job_events import JobEventsResponse
-from gateway.schemas import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerationRequest,
-    JobRequest,
-    check_metadata,
-    parse,
-)
+from gateway.job_view import JobListBody
+from gateway.schemas import JobRequest, JobsRequest, TokenRequest
 from gateway.services import Services, body_of, caller_of, repeat_of, services_of
-from shared.errors import InvalidRequestError, JobNotFoundError, RopewayError, UnsupportedParameterError
+from gateway.submission import Terms
+from shared.errors import InvalidRequestError, JobNotFoundError, ModelNotFoundError
 from shared.jobs import JobView, Lifetime
-from shared.protocol import FINAL_STATUSES
+from shared.keys import JobId
+from shared.protocol import FINAL_STATUSES, Envelope, JobStatus
 
 router = APIRouter(tags=["jobs"])
 
@@ -36,38 +31,80 @@ _JSON = "application/json"
 _INLINE_BYTES = 256 * 1024
 #: Sequence numbers have at most so many digits.
 _MAX_DIGITS = 15
+#: Seconds that a token is good for, where nothing is said.
+TOKEN_S = 300.0
+Id = Annotated[str, Path(description="the job's id")]
 Wait = Annotated[float, Query(ge=0, allow_inf_nan=False, description="seconds to wait for the end, bounded")]
 After = Annotated[int | None, Query(ge=0, lt=10**_MAX_DIGITS, description="as Last-Event-ID, which wins")]
+Moment = Annotated[float | None, Query(ge=0, allow_inf_nan=False, description="Unix seconds")]
 
 
-@router.post("/v1/jobs", status_code=202, openapi_extra=body_docs(JobRequest), response_model=None)
-async def submit_job(request: Request) -> Response:
-    """Queue a chat or completion. It goes on whoever is connected; its id finds it on any gateway."""
-    services, order = services_of(request), await body_of(request, JobRequest)
+class _Token(msgspec.Struct, frozen=True):
+    token: str
+    expires_at: int
+    url: str
+    object: str = "job.token"
+
+
+@router.post("/v1/jobs", status_code=202, openapi_extra=body_docs(JobRequest, JobsRequest), response_model=None)
+async def submit_jobs(request: Request) -> Response:
+    """Queue a chat or completion, or many of them with `jobs`: all or none. They go on whoever is connected."""
+    services, order = services_of(request), await body_of(request, JobsRequest)
     repeat = repeat_of(request, order)
-    check_metadata(order.metadata)
-    with _inside_body():
-        body = _inner(order)
-        options = JobOptions(
-            job_class=order.job_class or body.job_class,
-            flush_ms=_flush_ms(services, order, body),
-            metadata=order.metadata if order.metadata is not None else body.metadata or {},
-        )
-        prepared = await services.preparer.prepare(body, caller_of(request), options, single=True)
-    settings = services.settings
-    deadline_s = settings.deadline_s if order.deadline_s is None else order.deadline_s
-    entered = await services.entrance.enter(caller_of(request).tenant, prepared, repeat)
+    orders = await job_orders.prepare(services, caller_of(request), order)
+    if repeat is not None:
+        repeat = replace(repeat, ttl_s=orders.longest_s)
+    count = len(orders.lifetimes)
+    entered = await services.entrance.enter(caller_of(request).tenant, orders.prepared, repeat, requests=count)
     jobs = entered.prepared.envelopes
-    lifetime = Lifetime(deadline_s, settings.max_run_s, settings.retention_s)
-    await services.submitter.submit(jobs, lifetime, keep=repeat is not None)
-    envelope = jobs[0]
-    request.scope["state"]["job_id"] = envelope.id
-    headers = {"location": f"/v1/jobs/{envelope.id}", "x-ropeway-job-id": envelope.id, **entered.headers}
-    return Response(job_view.of_envelope(envelope), status_code=202, media_type=_JSON, headers=headers)
+    await services.submitter.submit(jobs, [Terms(lifetime) for lifetime in orders.lifetimes], keep=repeat is not None)
+    request.scope["state"]["job_id"] = jobs[0].id
+    headers = {"x-ropeway-job-id": jobs[0].id, **entered.headers}
+    if not orders.many:
+        headers["location"] = f"/v1/jobs/{jobs[0].id}"
+    if entered.replayed and not orders.many:
+        return await _shown(services, await services.store.get(jobs[0].id), 202, headers)
+    if entered.replayed:
+        entries = await services.index.entries([JobId.parse(job.id) for job in jobs])
+        shown = [job_view.of_entry(entry) for entry in entries]
+    else:
+        pairs = zip(jobs, orders.lifetimes, strict=True)
+        shown = [job_view.of_envelope(job, life, _wait_s(services, job, life)) for job, life in pairs]
+    body = JobListBody(shown, jobs[0].id, jobs[-1].id) if orders.many else shown[0]
+    return Response(wire_format.encode(body), status_code=202, media_type=_JSON, headers=headers)
+
+
+@router.get("/v1/jobs", response_model=None)
+async def list_jobs(
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=100, description="most jobs of a page")] = 20,
+    after: Annotated[
+        str | None, Query(max_length=256, description="the job, or `next`, that a page goes on behind")
+    ] = None,
+    order: Annotated[Literal["asc", "desc"], Query(description="by when they were submitted")] = "desc",
+    status: Annotated[str | None, Query(max_length=256, description="one, or several with commas between them")] = None,
+    model: Annotated[str | None, Query(max_length=256)] = None,
+    pool: Annotated[str | None, Query(max_length=96)] = None,
+    job_class: Annotated[Literal["high", "normal", "batch"] | None, Query(alias="class")] = None,
+    created_after: Moment = None,
+    created_before: Moment = None,
+) -> Response:
+    """The caller's jobs, the newest first, without results. A page can be short and not be the last: see `next`."""
+    services = services_of(request)
+    await services.catalogue.refresh_if_empty()
+    pools = [known for known in services.catalogue.pools if pool in (None, known.card.pool)]
+    if pool is not None and not pools:
+        raise ModelNotFoundError("pool: no pool has this name", param="pool")
+    wanted = job_list.Filter(_statuses(status), model, job_class)
+    where = job_list.span(after, created_after, created_before, ascending=order == "asc")
+    page = await job_list.page(services.index, caller_of(request).tenant, pools, wanted, where, limit)
+    jobs = [job_view.of_entry(entry) for entry in page.entries]
+    first, last = (jobs[0].id, jobs[-1].id) if jobs else (None, None)
+    return _json(JobListBody(jobs, first, last, page.next is not None, page.next))
 
 
 @router.get("/v1/jobs/{job_id}", response_model=None)
-async def get_job(request: Request, job_id: str, wait: Wait = 0.0) -> Response:
+async def get_job(request: Request, job_id: Id, wait: Wait = 0.0) -> Response:
     """A job with its result; with `wait` as soon as it has ended, or when the time is over."""
     services = services_of(request)
     view = await _visible(request, job_id)
@@ -80,76 +117,114 @@ async def get_job(request: Request, job_id: str, wait: Wait = 0.0) -> Response:
 @router.get("/v1/jobs/{job_id}/events", response_model=None)
 async def get_job_events(
     request: Request,
-    job_id: str,
+    job_id: Id,
     after: After = None,
+    token: Annotated[str | None, Query(max_length=256, description="in place of a key, see `/token`")] = None,
     last_event_id: Annotated[str | None, Header(description="sequence number of the last event received")] = None,
 ) -> Response:
     """A job's frames as server-sent events, from the first or behind a sequence number, up to the last."""
     services = services_of(request)
-    if caller_of(request).authenticated:
-        await _visible(request, job_id)
+    needed = request.scope["state"].get("needs_token", False)
+    if needed or (token is not None and "authorization" not in request.headers):
+        await services.tokens.check(job_id, token or "")
+    elif caller_of(request).authenticated:
+        await _own(request, job_id)
     start = after or 0
     if last_event_id is not None and last_event_id.strip():
         start = _sequence_number(last_event_id.strip())
     return JobEventsResponse(services, job_id, start, reference_of(request))
 
 
-@router.post("/v1/jobs/{job_id}/cancel", response_model=None)
-async def cancel_job(request: Request, job_id: str) -> Response:
-    """End a job: a queued one here and now, a running one within a step or two. Harmless to repeat."""
+@router.post("/v1/jobs/{job_id}/token", openapi_extra=body_docs(TokenRequest, required=False), response_model=None)
+async def create_token(request: Request, job_id: Id) -> Response:
+    """A token with which a browser reads this job's events, and nothing else, for a while."""
     services = services_of(request)
-    await _visible(request, job_id)
+    await _own(request, job_id)
+    asked = (await body_of(request, TokenRequest)).expires_in_s if await request.body() else None
+    seconds = TOKEN_S if asked is None else asked
+    if asked is not None and asked > services.settings.max_token_s:
+        raise InvalidRequestError(
+            f"expires_in_s: at most {services.settings.max_token_s:g} is allowed", param="expires_in_s"
+        )
+    token, expires = await services.tokens.make(job_id, min(seconds, services.settings.max_token_s))
+    body = _Token(token, expires, f"/v1/jobs/{job_id}/events?token={token}")
+    return _json(body, {"x-ropeway-job-id": job_id, "cache-control": "no-store"})
+
+
+@router.post("/v1/jobs/{job_id}/cancel", response_model=None)
+async def cancel_job(request: Request, job_id: Id) -> Response:
+    """End a job: one that waits here and now, a running one within a step or two. Harmless to repeat."""
+    services = services_of(request)
+    await _own(request, job_id)
     if await services.store.cancel(job_id) is None:
         raise JobNotFoundError("no job has this id", param="id")
     return await _shown(services, await services.store.get(job_id))
 
 
-async def _shown(services: Services, view: JobView) -> Response:
+@router.delete("/v1/jobs/{job_id}", response_model=None)
+async def delete_job(request: Request, job_id: Id) -> Response:
+    """Remove a job with its result and events. One that waits is cancelled; one that runs has to be cancelled first."""
+    await _own(request, job_id)
+    await services_of(request).store.delete(job_id)
+    return _json({"id": job_id, "object": "job", "deleted": True}, {"x-ropeway-job-id": job_id})
+
+
+async def _shown(
+    services: Services, view: JobView, status_code: int = 200, headers: dict[str, str] | None = None
+) -> Response:
     """The job as an answer; one with a large result is written in a thread."""
     pool = services.catalogue.known(view.envelope.model)
     hidden = frozenset[int]() if pool is None else pool.encoder.special_ids
+    wait_s = _wait_of(services, view)
     if view.result is None or len(view.result) <= _INLINE_BYTES:
-        return Response(job_view.of_view(view, hidden), media_type=_JSON)
-    return Response(await services.in_thread(lambda: job_view.of_view(view, hidden)), media_type=_JSON)
+        body = job_view.of_view(view, hidden, wait_s)
+    else:
+        body = await services.in_thread(lambda: job_view.of_view(view, hidden, wait_s))
+    headers = {"x-ropeway-job-id": view.id, **(headers or {})}
+    return Response(body, status_code=status_code, media_type=_JSON, headers=headers)
 
 
-def _inner(order: JobRequest) -> GenerationRequest:
-    """The body of the endpoint.
-
-    Raises:
-        InvalidRequestError: as of the endpoint.
-    """
-    if order.kind == "chat":
-        return parse(ChatCompletionRequest, order.body)
-    body = parse(CompletionRequest, order.body)
-    if body.echo:
-        raise UnsupportedParameterError("echo: a job does not support it", param="echo")
-    return body
+def _json(body: object, headers: dict[str, str] | None = None) -> Response:
+    return Response(wire_format.encode(body), media_type=_JSON, headers=headers)
 
 
-@contextmanager
-def _inside_body() -> Iterator[None]:
-    """Parameters of the endpoint's body are named as inside of it."""
-    try:
-        yield
-    except RopewayError as error:
-        if error.param is None:
-            raise
-        raise type(error)(error.message, param=f"body.{error.param}", code=error.error_code) from None
+def _wait_s(services: Services, envelope: Envelope, lifetime: Lifetime) -> float | None:
+    """About how many seconds until a job starts that was queued now."""
+    return services.wait_s(envelope.id, envelope.job_class, delay_s=lifetime.delay_s)
 
 
-def _flush_ms(services: Services, order: JobRequest, body: GenerationRequest) -> int:
-    """A job may be watched, so its tokens are published at once, unless it says that nobody does."""
-    gathers = body.stream is False or (order.job_class or body.job_class) == "batch"
-    return services.settings.flush_ms if gathers else 0
+def _wait_of(services: Services, view: JobView) -> float | None:
+    """The same of one that waits already; None for others."""
+    if view.status == "delayed":
+        return services.wait_s(view.id, view.envelope.job_class, delay_s=max(0.0, view.start_ms / 1e3 - time.time()))
+    if view.status == "queued":
+        return services.wait_s(view.id, view.envelope.job_class, own_tokens=view.envelope.cost_tokens)
+    return None
 
 
-async def _visible(request: Request, job_id: str) -> JobView:
-    """The job, if it is the caller's.
+def _statuses(text: str | None) -> frozenset[JobStatus]:
+    if text is None:
+        return frozenset()
+    names = [name.strip() for name in text.split(",")]
+    if not all(name in get_args(JobStatus) for name in names):
+        raise InvalidRequestError(f"status: must be of {', '.join(get_args(JobStatus))}", param="status")
+    return frozenset(cast(JobStatus, name) for name in names)
+
+
+async def _own(request: Request, job_id: str) -> None:
+    """Pass only if the job is the caller's.
 
     Raises:
         JobNotFoundError: it is not, or there is none.
     """
+    caller = caller_of(request)
+    owner = await services_of(request).store.owner(job_id)
+    if caller.authenticated and owner != caller.tenant:
+        raise JobNotFoundError("no job has this id", param="id")
+
+
+async def _visible(request: Request, job_id: str) -> JobView:
+    """The job, if it is the caller's; see `_own`."""
     caller = caller_of(request)
     view = await services_of(request).store.get(job_id)
     if caller.authenticated and view.envelope.tenant != caller.tenant:
