@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -19,14 +20,16 @@ from engine.cache_folder import default_cache_dir
 from engine.config import EngineConfig, SchedulerConfig
 from engine.engine import Engine
 from engine.loading.checkpoint import Checkpoint
+from engine.loading.converted import ROWS
 from engine.loading.memory import give_back_freed_memory
-from engine.loading.resolve import load
+from engine.loading.resolve import load, take_weights
 from engine.models.config import ModelConfig
 from engine.models.registry import OWN_STEP, CausalLM, model_class
 from engine.request import ModelInfo
 from engine.runner import ModelRunner
 from engine.sampler import Sampler
 from kernels import native_build
+from kernels.cpu import native
 from kernels.invariant.paged_attention import proven_pieces
 from kernels.ops import Ops, is_native, ops_for
 
@@ -56,10 +59,12 @@ def build_engine(config: EngineConfig, source: AdapterSource | None = None) -> E
     model_config = ModelConfig.from_hf(checkpoint.config)
     max_model_len = _context(config, model_config)
     ops = _ops(config, model_config, device, dtype)
-    model = model_class(model_config.architecture)(model_config, checkpoint.tensors, ops, device, dtype, max_model_len)
-    _warn_unused(checkpoint)
-    checkpoint.tensors.clear()
-    give_back_freed_memory()
+
+    def construct() -> CausalLM:
+        serving = model_class(model_config.architecture)
+        return serving(model_config, checkpoint.tensors, ops, device, dtype, max_model_len)
+
+    model = _model(checkpoint, construct, native.layout() if is_native(ops) else ROWS, mapped=config.map_weights)
     num_blocks = _count_blocks(config, model, max_model_len)
     slots = library = None
     if config.enable_lora:
@@ -79,6 +84,27 @@ def build_engine(config: EngineConfig, source: AdapterSource | None = None) -> E
         "model %s: %s on %s, %d KV blocks of %d tokens", info.name, info.dtype, device, num_blocks, config.block_size
     )
     return Engine(runner, info, checkpoint.bundle.tokenizer, scheduler, library)
+
+
+def _model(checkpoint: Checkpoint, construct: Callable[[], CausalLM], layout: str, *, mapped: bool) -> CausalLM:
+    """The model over the checkpoint's weights, which are kept as it has prepared them."""
+    anew = take_weights(checkpoint, layout, mapped=mapped)
+    try:
+        model = construct()
+    except ValueError as error:
+        converted = checkpoint.converted
+        if converted is None or anew:
+            raise
+        logger.warning("%s is made anew: %s", converted.folder, error)
+        checkpoint.tensors, anew = converted.convert(), True
+        model = construct()
+    _warn_unused(checkpoint)
+    checkpoint.tensors.clear()
+    give_back_freed_memory()
+    if anew and checkpoint.converted is not None and model.prepared:
+        checkpoint.converted.begin_to_keep(layout, model.prepared)
+    model.prepared = {}
+    return model
 
 
 def _library(config: EngineConfig, model: CausalLM, source: AdapterSource | None) -> AdapterLibrary[Adapter]:

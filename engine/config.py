@@ -89,6 +89,8 @@ class EngineConfig:
         cpu_kernels: `native`: C++ kernels, built on first use; `torch`: torch's own; `auto`: native where they can be
             used.
         threads: of torch and of the native kernels; None leaves torch's setting.
+        map_weights: weights that were packed before are pages of their file in the cache, which all processes share, in
+            place of a copy in large pages, which is faster to compute with.
         cache_dir: folder for converted tokenizers; None: the user's cache folder.
 
     Raises:
@@ -114,6 +116,7 @@ class EngineConfig:
     max_cpu_loras: int | None = None
     cpu_kernels: CpuKernels = "auto"
     threads: int | None = None
+    map_weights: bool = False
     cache_dir: Path | None = None
 
     def __post_init__(self) -> None:

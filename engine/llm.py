@@ -54,6 +54,7 @@ class LLM:
         num_blocks: int | None = None,
         kv_cache_memory_mb: int | None = None,
         threads: int | None = None,
+        map_weights: bool = False,
         cache_dir: Path | None = None,
     ) -> None:
         """Load a model; settings are those of `EngineConfig`.
@@ -84,6 +85,7 @@ class LLM:
                 kv_cache_memory_mb=kv_cache_memory_mb,
                 enable_prefix_caching=enable_prefix_caching,
                 threads=threads,
+                map_weights=map_weights,
                 cache_dir=cache_dir,
             )
         )

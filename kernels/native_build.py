@@ -138,8 +138,9 @@ def _compile(path: str, key: str, folder: Path) -> None:
             raise NativeUnavailableError(f"{path} did not end within {_COMPILE_S:g} s") from error
         if done.returncode != 0:
             logger.debug("%s", done.stderr)
-            last = done.stderr.strip().splitlines()[-1:] or ["no message"]
-            raise NativeUnavailableError(f"{path} failed with {done.returncode}: {last[0]}")
+            lines = done.stderr.strip().splitlines() or ["no message"]
+            said = next((line for line in lines if "error:" in line), lines[-1])
+            raise NativeUnavailableError(f"{path} failed with {done.returncode}: {said}")
         partial.chmod(0o700)
         digest = Path(name) / "sha256"
         digest.write_text(_digest(partial), "ascii")

@@ -24,8 +24,8 @@ def findings() -> Iterator[tuple[str, str]]:
     import torch
 
     from engine.build import choose_device, choose_dtype
-    from engine.cpu_kernels import available_cpus, choose
     from engine.cache_folder import default_cache_dir
+    from engine.cpu_kernels import available_cpus, choose
     from shared.settings import WorkerSettings
 
     settings = WorkerSettings()

@@ -9,10 +9,13 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from engine.loading.converted import Converted
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +48,7 @@ class Checkpoint:
         bundle: tokenizer and template.
         sampling_defaults: of the generation config, by `SamplingParams` name.
         digest: identity of config, weights and tokenizer.
+        converted: where the weights are, or will be, kept in the layout of the kernels; `tensors` may then be empty.
     """
 
     name: str
@@ -53,6 +57,7 @@ class Checkpoint:
     bundle: TokenizerBundle
     sampling_defaults: dict[str, float] = field(default_factory=dict)
     digest: str = ""
+    converted: Converted | None = None
 
 
 def content_digest(files: Iterable[Path], cache_dir: Path) -> str:

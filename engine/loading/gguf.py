@@ -17,6 +17,9 @@ _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 #: Those whose query and key rows llama.cpp reorders for its interleaved rotary embedding.
 _INTERLEAVED = frozenset({"llama"})
 
+#: Values of a tensor that are dequantised together.
+_AT_ONCE = 256 * 1024
+
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -125,8 +128,11 @@ class GGUFFile:
             }
         return config
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors in float32 (those of 16 bits in float16), rows in Hugging Face's order.
+    def tensors(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """All tensors, rows in Hugging Face's order.
+
+        Args:
+            dtype: of the result; None: float32, and float16 for those of 16 bits.
 
         Raises:
             ValueError: a tensor has a name that the architecture does not know.
@@ -138,12 +144,10 @@ class GGUFFile:
 
         def load(tensor: Any) -> tuple[str, torch.Tensor]:
             name, part = _hf_name(tensor.name)
-            # NumPy lets go of the lock inside, so threads help.
-            values = dequantize(tensor.data, tensor.tensor_type)
-            if part in permuted:
-                values = _halves_layout(values, permuted[part])
-            return name, torch.from_numpy(np.array(values, order="C", copy=not values.flags.owndata))
+            values = _dequantised(tensor, dtype)
+            return name, _halves_layout(values, permuted[part]) if part in permuted else values
 
+        # NumPy lets go of the lock inside, so threads help.
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             return dict(pool.map(load, self._reader.tensors))
 
@@ -167,8 +171,20 @@ def _hf_name(name: str) -> tuple[str, str]:
     raise ValueError(f"GGUF tensor {name!r} is not known")
 
 
-def _halves_layout(values: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+def _dequantised(tensor: Any, dtype: torch.dtype | None) -> torch.Tensor:
+    """A tensor's values, some rows at a time: what is between quantised and converted stays in the cache."""
+    data = tensor.data
+    first = torch.from_numpy(np.array(dequantize(data[:1], tensor.tensor_type)))
+    out = torch.empty((len(data), *first.shape[1:]), dtype=dtype or first.dtype)
+    step = max(1, _AT_ONCE // max(1, first.numel()))
+    for begin in range(0, len(data), step):
+        values = dequantize(data[begin : begin + step], tensor.tensor_type)
+        out[begin : begin + step] = torch.from_numpy(values if values.flags.writeable else values.copy())
+    return out
+
+
+def _halves_layout(values: torch.Tensor, heads: int) -> torch.Tensor:
     """Undo llama.cpp's order of rows, where a head's pairs (i, i + dim/2) are neighbours."""
     rows = values.shape[0]
-    split = values.reshape(heads, rows // heads // 2, 2, *values.shape[1:])
-    return split.swapaxes(1, 2).reshape(values.shape)
+    split = values.view(heads, rows // heads // 2, 2, *values.shape[1:])
+    return split.transpose(1, 2).reshape(values.shape)

@@ -11,7 +11,7 @@ import torch
 
 from engine.cache_folder import default_cache_dir
 from engine.loading.checkpoint import Checkpoint, TokenizerBundle, content_digest
-from engine.loading.converted import converted_folder, keep_converted, read_converted
+from engine.loading.converted import ROWS, Converted
 from engine.loading.gguf import GGUFFile
 from engine.loading.safetensors import load_tensors, weight_files
 from engine.loading.tokenizer import from_folder, from_gguf, read_json
@@ -90,6 +90,9 @@ def load(model: str, cache_dir: Path | None = None, dtype: torch.dtype | None = 
         cache_dir: for converted models and tokenizers, and digests; None: the user's cache folder.
         dtype: of the model: a GGUF file is then converted once and kept; None: nothing is converted or kept.
 
+    Returns:
+        A checkpoint whose tensors `take_weights` gives.
+
     Raises:
         ValueError: it is not found, incomplete or not served.
     """
@@ -112,22 +115,49 @@ def load_tokenizer(model: str, cache_dir: Path | None = None) -> TokenizerBundle
 
 def _load_gguf(source: ModelSource, cache: Path, dtype: torch.dtype | None) -> Checkpoint:
     digest = content_digest([source.path], cache)
-    folder = None if dtype is None else converted_folder(cache, digest, dtype)
-    if folder is not None and (kept := read_converted(folder, source.name)) is not None:
+    converted = None if dtype is None else Converted.of(cache, source.path, digest, dtype)
+    if converted is not None and (kept := converted.read(source.name)) is not None:
         return kept
     file = GGUFFile(source.path)
     checkpoint = Checkpoint(
         name=source.name,
         config=file.config(),
-        tensors=file.tensors(),
+        tensors=file.tensors(dtype),
         bundle=from_gguf(file, cache),
         digest=digest,
+        converted=converted,
     )
-    if folder is not None and dtype is not None:
-        # What was kept takes the place of what was read, whose memory is then free again.
-        keep_converted(folder, checkpoint, dtype)
-        return read_converted(folder, source.name) or checkpoint
+    if converted is not None:
+        converted.keep(checkpoint)
     return checkpoint
+
+
+def take_weights(checkpoint: Checkpoint, layout: str = ROWS, *, mapped: bool = False) -> bool:
+    """Fill in a checkpoint's tensors, if they are not there yet.
+
+    Args:
+        checkpoint: what `load` gave.
+        layout: of the kernels that will compute; weights that were kept in it come in it.
+        mapped: weights that were kept are to be pages of their file, which processes share.
+
+    Returns:
+        Whether the tensors are to be kept in this layout once they have it.
+    """
+    converted = checkpoint.converted
+    if converted is None:
+        return False
+    if not checkpoint.tensors:
+        kept = converted.read_weights(layout, mapped=mapped or layout == ROWS)
+        if kept is not None:
+            checkpoint.tensors = kept
+            return False
+        checkpoint.tensors = converted.convert()
+    if layout != ROWS:
+        return True
+    converted.keep_weights(layout, checkpoint.tensors)
+    # What was kept takes the place of what was read, whose memory is then free again.
+    checkpoint.tensors = converted.read_weights(layout, mapped=True) or checkpoint.tensors
+    return False
 
 
 def _load_folder(source: ModelSource, cache: Path) -> Checkpoint:

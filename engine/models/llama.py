@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -14,6 +15,7 @@ from kernels.attention import AttentionBatch
 from kernels.blocked import BlockedLogits
 from kernels.lora import LoraPass
 from kernels.ops import Ops
+from kernels.packed import Packed, Weight
 from kernels.reference.linear import Linear
 
 
@@ -27,6 +29,10 @@ class _Layer:
     mlp_norm: torch.Tensor
     gated: Linear
     down: Linear
+
+
+#: Kind of a packed tensor, in the place of `weight` in its name.
+_PACKED = "packed"
 
 
 @register_model("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
@@ -46,7 +52,8 @@ class LlamaModel(CausalLM):
 
         Args:
             config: shape of the model.
-            tensors: by Hugging Face name, on any device in any floating dtype; left empty of all that was used.
+            tensors: by Hugging Face name, on any device in any floating dtype, or `prepared` ones of such a model; left
+                empty of all that was used.
             ops: kernels for the device.
             device: where the model runs.
             dtype: of weights and KV cache.
@@ -56,18 +63,20 @@ class LlamaModel(CausalLM):
             ValueError: a tensor is missing or has a wrong shape.
         """
         self.config, self.dtype, self.device, self._ops = config, dtype, device, ops
-        weights = _Weights(tensors, device, dtype)
+        weights = _Weights(tensors, ops, device, dtype)
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self._heads, self._rotated, self._scale = heads, heads + kv_heads, dim**-0.5
-        cos, sin = rope_tables(config, max_positions, tensors.pop("rope_freqs.weight", None))
+        cos, sin = rope_tables(config, max_positions, weights.take_any("rope_freqs.weight"))
         self._cos, self._sin = cos.to(device, dtype), sin.to(device, dtype)
-        embedding = weights.take("model.embed_tokens", config.vocab_size, config.hidden_size).clone()
-        self._embedding = embedding
+        shape = (config.vocab_size, config.hidden_size)
+        tied = config.tie_word_embeddings or not weights.has("lm_head")
+        # Rows of the embedding are read from the panels of a head that is the same matrix.
+        self._embedding = weights.packed("model.embed_tokens", *shape) if tied else weights.table(*shape)
         self._layers = [self._load_layer(weights, index) for index in range(config.num_hidden_layers)]
         self._norm = weights.take_vector("model.norm", config.hidden_size)
-        tied = config.tie_word_embeddings or not weights.has("lm_head")
-        head = embedding if tied else weights.take("lm_head", *embedding.shape)
-        self._head, self._head_sample = ops.unembed(head), head[::OWN_STEP].clone()
+        head = self._embedding if tied else weights.packed("lm_head", *shape)
+        self._head, self._samples = ops.unembed(head), (self._sample(self._embedding), self._sample(head))
+        self.prepared = weights.prepared
 
     def _load_layer(self, weights: _Weights, index: int) -> _Layer:
         config, ops, name = self.config, self._ops, f"model.layers.{index}"
@@ -78,14 +87,20 @@ class LlamaModel(CausalLM):
             f"{name}.self_attn.{part}_proj": size for part, size in (("q", width), ("k", kv_width), ("v", kv_width))
         }
         gates = {f"{name}.mlp.{part}_proj": inner for part in ("gate", "up")}
+        out, down = f"{name}.self_attn.o_proj", f"{name}.mlp.down_proj"
         return _Layer(
             input_norm=weights.take_vector(f"{name}.input_layernorm", hidden),
-            qkv=ops.linear(*weights.take_fused(parts, hidden)),
-            attention_out=ops.linear(*weights.take_fused({f"{name}.self_attn.o_proj": hidden}, width)),
+            qkv=ops.linear(*weights.fused(f"{name}.self_attn.qkv_proj", parts, hidden)),
+            attention_out=ops.linear(*weights.fused(out, {out: hidden}, width)),
             mlp_norm=weights.take_vector(f"{name}.post_attention_layernorm", hidden),
-            gated=ops.gated_linear(*weights.take_fused(gates, hidden)),
-            down=ops.linear(*weights.take_fused({f"{name}.mlp.down_proj": hidden}, inner)),
+            gated=ops.gated_linear(*weights.fused(f"{name}.mlp.gate_up_proj", gates, hidden, gated=True)),
+            down=ops.linear(*weights.fused(down, {down: hidden}, inner)),
         )
+
+    def _sample(self, matrix: Weight) -> torch.Tensor:
+        """Every `OWN_STEP`th row."""
+        rows = torch.arange(0, self.config.vocab_size, OWN_STEP, device=self.device)
+        return cast(torch.Tensor, self._ops.embed(matrix, rows).to(self.dtype))
 
     def forward(
         self,
@@ -131,31 +146,72 @@ class LlamaModel(CausalLM):
         return self._head(hidden, self._delta(hidden, lora, "lm_head", None))
 
     def own_layers(self) -> dict[str, torch.Tensor]:
-        return {"model.embed_tokens": self._embedding[::OWN_STEP], "lm_head": self._head_sample}
+        return dict(zip(("model.embed_tokens", "lm_head"), self._samples, strict=True))
 
 
 class _Weights:
-    """Takes checked tensors out of a checkpoint, on the model's device and in its dtype."""
+    """Takes checked tensors out of a checkpoint, on the model's device and in its dtype, and packs them.
 
-    def __init__(self, tensors: dict[str, torch.Tensor], device: torch.device, dtype: torch.dtype) -> None:
-        self._tensors, self._device, self._dtype = tensors, device, dtype
+    What was packed before is taken as it is.
+
+    Attributes:
+        prepared: what was taken, under the names that it can be taken by again.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor], ops: Ops, device: torch.device, dtype: torch.dtype) -> None:
+        self._tensors, self._ops, self._device, self._dtype = tensors, ops, device, dtype
+        self._prepared: dict[str, torch.Tensor] = {}
+        self._packs = False
+
+    @property
+    def prepared(self) -> dict[str, torch.Tensor]:
+        return self._prepared if self._packs else {}
 
     def has(self, name: str) -> bool:
-        return f"{name}.weight" in self._tensors
+        return any(f"{name}.{kind}" in self._tensors for kind in ("weight", _PACKED))
 
-    def take(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        return self._pop(f"{name}.weight", (rows, columns))
+    def take_any(self, name: str) -> torch.Tensor | None:
+        """A tensor as it is, if it is there."""
+        tensor = self._tensors.pop(name, None)
+        return None if tensor is None else self._prepared.setdefault(name, tensor)
+
+    def table(self, rows: int, columns: int) -> torch.Tensor:
+        """The embedding as rows."""
+        return self._keep("model.embed_tokens.weight", (rows, columns))
 
     def take_vector(self, name: str, size: int) -> torch.Tensor:
-        # A copy: an alias of one small tensor would keep a whole file mapped.
-        return self._pop(f"{name}.weight", (size,)).clone()
+        return self._keep(f"{name}.weight", (size,))
 
-    def take_fused(self, sizes: dict[str, int], columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def packed(self, name: str, rows: int, columns: int) -> Weight:
+        """One matrix without a bias."""
+        return self._pack(name, {name: rows}, columns, gated=False)
+
+    def fused(
+        self, name: str, sizes: dict[str, int], columns: int, *, gated: bool = False
+    ) -> tuple[Weight, torch.Tensor | None]:
         """Weights of several projections of one input as one, and their biases where they have any."""
-        weight = torch.cat([self.take(name, rows, columns) for name, rows in sizes.items()])
-        if not any(f"{name}.bias" in self._tensors for name in sizes):
-            return weight, None
-        return weight, torch.cat([self._pop(f"{name}.bias", (rows,)) for name, rows in sizes.items()])
+        weight = self._pack(name, sizes, columns, gated=gated)
+        if f"{name}.bias" not in self._tensors:
+            if not any(f"{part}.bias" in self._tensors for part in sizes):
+                return weight, None
+            self._tensors[f"{name}.bias"] = torch.cat([self._pop(f"{part}.bias", (n,)) for part, n in sizes.items()])
+        return weight, self._keep(f"{name}.bias", (sum(sizes.values()),))
+
+    def _pack(self, name: str, sizes: dict[str, int], columns: int, *, gated: bool) -> Weight:
+        data = self._tensors.pop(f"{name}.{_PACKED}", None)
+        if data is not None:
+            weight: Weight = Packed(data, sum(sizes.values()), columns, self._dtype)
+        else:
+            rows = torch.cat([self._pop(f"{part}.weight", (size, columns)) for part, size in sizes.items()])
+            weight = self._ops.pack(rows, gated)
+        if isinstance(weight, Packed):
+            self._packs = True
+            self._prepared[f"{name}.{_PACKED}"] = weight.data
+        return weight
+
+    def _keep(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        # A copy: an alias of one small tensor would keep a whole file mapped.
+        return self._prepared.setdefault(name, self._pop(name, shape).clone())
 
     def _pop(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self._tensors.pop(name, None)

@@ -29,11 +29,14 @@ class CausalLM(ABC):
         config: of the checkpoint.
         dtype: of weights and KV cache.
         device: where both are.
+        prepared: tensors, packed ones among them, that the constructor takes as well as a checkpoint's: then without
+            packing anything. Empty where nothing is packed. Whoever has kept them empties it.
     """
 
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
+    prepared: dict[str, torch.Tensor]
 
     @abstractmethod
     def __init__(

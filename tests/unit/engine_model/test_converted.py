@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -10,9 +13,19 @@ import numpy as np
 import pytest
 import torch
 
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.loading import converted as converting
 from engine.loading import resolve
 from engine.loading.checkpoint import Checkpoint
-from engine.loading.resolve import load
+from engine.loading.resolve import load, take_weights
+from engine.request import EngineRequest
+from kernels.cpu import native
+from kernels.cpu.native import operations
+from kernels.ops import Ops, ops_for
+from kernels.packed import Packed
+from shared.sampling import SamplingParams
+from tests.support.native import load_native
 
 HIDDEN, INNER, HEADS = 32, 64, 2
 BYTES = [chr(0x100 + byte) if byte < 33 or 127 <= byte < 161 or byte == 173 else chr(byte) for byte in range(256)]
@@ -72,7 +85,15 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         return real(path)
 
     monkeypatch.setattr(resolve, "GGUFFile", counted)
+    monkeypatch.setattr(converting, "GGUFFile", counted)
     return opened
+
+
+def whole(file: Path, cache: Path, dtype: torch.dtype | None = None) -> Checkpoint:
+    """A checkpoint with its tensors."""
+    checkpoint = load(str(file), cache, dtype)
+    take_weights(checkpoint)
+    return checkpoint
 
 
 def assert_same(one: Checkpoint, other: Checkpoint) -> None:
@@ -98,7 +119,7 @@ def test_the_second_load_reads_what_the_first_has_kept(
     plain = load(str(file), tmp_path / "cache")
     assert not (tmp_path / "cache" / "converted").exists()
     plain.tensors = {name: tensor.to(dtype) for name, tensor in plain.tensors.items()}
-    first, second = (load(str(file), tmp_path / "cache", dtype) for _ in range(2))
+    first, second = (whole(file, tmp_path / "cache", dtype) for _ in range(2))
     assert len(reads) == 2
     assert_same(first, plain)
     assert_same(second, plain)
@@ -107,32 +128,32 @@ def test_the_second_load_reads_what_the_first_has_kept(
 def test_each_dtype_and_each_content_is_kept_apart(file: Path, tmp_path: Path, reads: list[Path]) -> None:
     cache = tmp_path / "cache"
     for dtype in (torch.float32, torch.bfloat16):
-        load(str(file), cache, dtype)
+        whole(file, cache, dtype)
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    changed = load(str(file), cache, torch.float32)
+    changed = whole(file, cache, torch.float32)
     assert len(reads) == 3
     assert len(list((cache / "converted").iterdir())) == 3
-    assert_same(load(str(file), cache, torch.float32), changed)
+    assert_same(whole(file, cache, torch.float32), changed)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "checkpoint.json"])
+@pytest.mark.parametrize("name", ["rows.bin", "rows.json", "tokenizer.json", "checkpoint.json"])
 @pytest.mark.parametrize("harm", ["cut", "gone", "other"])
 def test_what_is_harmed_is_made_anew(
     file: Path, tmp_path: Path, reads: list[Path], name: str, harm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = tmp_path / "cache"
-    first = load(str(file), cache, torch.float32)
+    first = whole(file, cache, torch.float32)
     victim = kept(cache) / name
     content = victim.read_bytes()
     victim.unlink()  # the file itself is mapped by what was loaded
     if harm != "gone":
         victim.write_bytes(content[: len(content) // 2] if harm == "cut" else b"{}")
     with caplog.at_level(logging.WARNING):
-        assert_same(load(str(file), cache, torch.float32), first)
-    assert "is made anew" in caplog.text
-    assert_same(load(str(file), cache, torch.float32), first)
+        assert_same(whole(file, cache, torch.float32), first)
+    assert "is made anew" in caplog.text or (harm == "gone" and name.startswith("rows"))
+    assert_same(whole(file, cache, torch.float32), first)
     assert len(reads) == 2
 
 
@@ -143,7 +164,106 @@ def test_a_cache_that_cannot_be_written_costs_only_time(
     cache.mkdir()
     (cache / "converted").write_text("a file where the folder should be")
     with caplog.at_level(logging.WARNING):
-        first, second = (load(str(file), cache, torch.float32) for _ in range(2))
+        first, second = (whole(file, cache, torch.float32) for _ in range(2))
     assert "cannot be kept" in caplog.text
     assert_same(first, second)
     assert len(reads) == 2
+
+
+def answer(file: Path, cache: Path, **settings: object) -> list[int]:
+    """Token ids of an engine over the file."""
+    engine = build_engine(
+        EngineConfig(str(file), device="cpu", num_blocks=8, max_model_len=64, cache_dir=cache, **settings)  # type: ignore[arg-type]
+    )
+    engine.add(EngineRequest("a", list(range(20)), SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)))
+    ids: list[int] = []
+    while engine.has_work():
+        ids += [token for output in engine.step() for delta in output.choices for token in delta.token_ids]
+    wait_for_keepers()
+    return ids
+
+
+def wait_for_keepers() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "keep-weights":
+            thread.join()
+
+
+@pytest.fixture
+def packs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Weights that are packed; those of `layout` are not counted."""
+    load_native()
+    shapes: list[tuple[int, ...]] = []
+    real = operations.pack
+
+    def counted(weight: torch.Tensor, gated: bool = False) -> Packed:
+        shapes.append(tuple(weight.shape))
+        return real(weight, gated)
+
+    def chosen(device_type: str, **options: bool) -> Ops:
+        ops = ops_for(device_type, **options)
+        return replace(ops, pack=counted) if options.get("native") else ops
+
+    monkeypatch.setattr("engine.build.ops_for", chosen)
+    return shapes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_packed_weights_are_packed_once(
+    file: Path, tmp_path: Path, reads: list[Path], packs: list[tuple[int, ...]], dtype: str, mapped: bool
+) -> None:
+    first = answer(file, tmp_path / "cache", dtype=dtype)
+    assert len(packs) == 5
+    assert len(first) == 12
+    assert answer(file, tmp_path / "cache", dtype=dtype, map_weights=mapped) == first
+    assert len(packs) == 5
+    assert len(reads) == 1
+    names = {path.name for path in kept(tmp_path / "cache").iterdir()}
+    assert names == {"checkpoint.json", "tokenizer.json", f"{native.layout()}.bin", f"{native.layout()}.json"}
+
+
+def test_torch_and_native_kernels_keep_their_own(file: Path, tmp_path: Path, packs: list[tuple[int, ...]]) -> None:
+    cache = tmp_path / "cache"
+    native_ids = [answer(file, cache, dtype="float32") for _ in range(2)]
+    torch_ids = [answer(file, cache, dtype="float32", cpu_kernels="torch") for _ in range(2)]
+    assert native_ids[0] == native_ids[1] == torch_ids[0] == torch_ids[1]
+    assert {path.stem for path in kept(cache).glob("*.bin")} == {"rows", native.layout()}
+
+
+def test_another_layout_is_packed_anew(
+    file: Path, tmp_path: Path, packs: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = answer(file, tmp_path / "cache")
+    monkeypatch.setattr(native, "layout", lambda: "another")
+    assert answer(file, tmp_path / "cache") == first
+    assert len(packs) == 10
+
+
+@pytest.mark.parametrize("harm", ["cut", "table", "names", "sizes", "writable by others"])
+def test_harmed_packed_weights_are_packed_anew(
+    file: Path, tmp_path: Path, packs: list[tuple[int, ...]], harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = answer(file, tmp_path / "cache")
+    data = kept(tmp_path / "cache") / f"{native.layout()}.bin"
+    table = data.with_suffix(".json")
+    content = json.loads(table.read_text())
+    if harm == "cut":
+        data.write_bytes(data.read_bytes()[:-64])
+    elif harm == "table":
+        table.write_text("{")
+    elif harm == "names":
+        content["tensors"][3]["name"] = "x"
+        table.write_text(json.dumps(content))
+    elif harm == "sizes":
+        first_packed = next(each for each in content["tensors"] if each["name"].endswith("packed"))
+        first_packed["size"] -= 64
+        first_packed["shape"][0] -= 64
+        table.write_text(json.dumps(content))
+    else:
+        data.chmod(0o666)
+    for _ in range(2):
+        with caplog.at_level(logging.WARNING):
+            assert answer(file, tmp_path / "cache") == first
+    assert "is made anew" in caplog.text
+    assert len(packs) == 10
