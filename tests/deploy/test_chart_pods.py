@@ -140,7 +140,7 @@ def test_pods_are_restricted_and_write_only_where_something_is_mounted(name: str
         if pod.component in CLASSES:
             written = [pod.env["HOME"], pod.env["TMPDIR"]]
             written += [v for n, v in pod.env.items() if "CACHE" in n or n == "HF_HOME"]
-            assert len(written) >= (2 if pod.component == "gateway" else 7)
+            assert len(written) >= 7
             assert all(any(f"{path}/".startswith(f"{mount}/") for mount in pod.mounts) for path in written), pod.name
 
 
