@@ -54,12 +54,14 @@ class _Want:
 
     Attributes:
         folder: kept, also when it is unregistered meanwhile; None while it is not known.
+        again: it could not be read, and is fetched anew, once.
         since: monotonic seconds.
     """
 
     name: str
     folder: Path | None
     requests: int = 0
+    again: bool = False
     since: float = field(default_factory=time.monotonic)
 
 
@@ -211,10 +213,12 @@ class AdapterLibrary(Generic[A]):
                 want.folder = fetched.result()
         for identity in [identity for identity, future in self._reading.items() if future.done()]:
             was_read = self._reading.pop(identity)
-            if (error := was_read.exception()) is not None:
+            if (error := was_read.exception()) is None:
+                self._take_in(identity, was_read.result())
+            elif not self._fetch_anew(identity):
                 failures[identity] = self._fail(identity, error)
             else:
-                self._take_in(identity, was_read.result())
+                logger.warning("adapter %s could not be read and is fetched anew: %s", identity, error)
         self._start()
         return failures
 
@@ -283,12 +287,23 @@ class AdapterLibrary(Generic[A]):
                 self._reading[identity] = self._reader.submit(self._checked, identity, want.folder)
 
     def _checked(self, identity: str, folder: Path) -> A:
-        adapter = self._read(folder)
-        if adapter.identity != identity:
-            if self._source is not None:
+        try:
+            adapter = self._read(folder)
+            if adapter.identity != identity:
+                raise AdapterError("the adapter's files were changed after it was registered")
+        except Exception:
+            if self._source is not None and identity not in self._folders:
                 self._source.discard(identity)
-            raise AdapterError("the adapter's files were changed after it was registered")
+            raise
         return adapter
+
+    def _fetch_anew(self, identity: str) -> bool:
+        """The files may have gone, or been damaged, between fetching and reading."""
+        want = self._wanted.get(identity)
+        if want is None or want.again or self._source is None or identity in self._folders:
+            return False
+        want.folder, want.again = None, True
+        return True
 
     def _take_in(self, identity: str, adapter: A) -> None:
         self._memory[identity] = adapter

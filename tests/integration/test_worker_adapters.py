@@ -14,7 +14,7 @@ import pytest
 
 from shared import keys
 from shared.protocol import AdapterTargets, Card, Envelope, WorkerInfo, decode
-from tests.support.adapter_files import put_adapter
+from tests.support.stored_adapters import put_adapter
 from tests.support.worker_harness import (
     LANES,
     PATIENCE_S,

@@ -257,12 +257,18 @@ def test_what_was_fetched_for_nobody_any_more_is_not_read() -> None:
     assert (library.reads, late.waiting) == (0, [])
 
 
-def test_a_damaged_copy_is_discarded_so_that_the_next_one_is_new() -> None:
-    store = Store("a")
-    library = AdapterLibrary(lambda folder: Adapter("damaged", 1, {}), 1, InlineExecutor(), source=store)
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_a_damaged_copy_is_discarded_and_fetched_anew_once(damaged: int) -> None:
+    store, contents = Store("a"), ["other"] * damaged + ["a"]
+    library = AdapterLibrary(lambda folder: Adapter(contents.pop(0), 1, {}), 1, InlineExecutor(), source=store)
     library.want("a")
-    assert "changed" in settle(library)["a"].message
-    assert store.discarded == ["a"]
+    failures = settle(library)
+    assert (store.discarded, store.asked) == (["a"] * damaged, ["a", "a"])
+    if damaged == 1:
+        assert failures == {}
+        assert "a" in library
+    else:
+        assert "changed" in failures["a"].message
 
 
 def test_pinned_ones_are_read_ahead_and_stay() -> None:
