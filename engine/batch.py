@@ -66,11 +66,12 @@ class _Shape:
 def build_batch(spans: list[Span], layout: CacheLayout) -> Batch:
     """Tensors for a pass over at least one span.
 
-    Rows are ordered so that each attention group's are neighbours; `sample_rows` follows the order of the spans.
+    Rows are ordered so that each attention group's are neighbours, and in one group those of each adapter;
+    `sample_rows` follows the order of the spans.
     """
     counts = np.array([span.count for span in spans], dtype=np.int64)
     starts = np.array([span.start for span in spans], dtype=np.int64)
-    members = _partition(counts, starts + counts) if layout.grouped else [np.arange(len(spans))]
+    members = _partition(counts, starts + counts) if layout.grouped else [_by_adapter(spans)]
     order = np.concatenate(members)
     counts, starts = counts[order], starts[order]
     ordered = [spans[index] for index in order]
@@ -89,6 +90,10 @@ def build_batch(spans: list[Span], layout: CacheLayout) -> Batch:
         attention=AttentionBatch(_to(slots, layout), _groups([len(group) for group in members], shape, layout)),
         sample_rows=_sample_rows(spans, order, rows + counts - 1, len(tokens), layout),
     )
+
+
+def _by_adapter(spans: list[Span]) -> Ints:
+    return np.argsort([span.sequence.adapter_slot for span in spans], kind="stable")
 
 
 def _sample_rows(

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -68,8 +69,8 @@ def build_engine(config: EngineConfig, source: AdapterSource | None = None) -> E
     num_blocks = _count_blocks(config, model, max_model_len)
     slots = library = None
     if config.enable_lora:
-        slots = DeviceAdapters(model_config, config.max_loras, config.max_lora_rank, dtype, device)
-        library = _library(config, model, source)
+        slots = DeviceAdapters(model_config, ops, config.max_loras, config.max_lora_rank, dtype, device)
+        library = _library(config, model, slots, source)
     runner = _runner(model, checkpoint, ops, num_blocks, config.block_size, slots)
     scheduler = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
@@ -107,9 +108,11 @@ def _model(checkpoint: Checkpoint, construct: Callable[[], CausalLM], layout: st
     return model
 
 
-def _library(config: EngineConfig, model: CausalLM, source: AdapterSource | None) -> AdapterLibrary[Adapter]:
-    """Reads adapters for a model."""
-    read = partial(
+def _library(
+    config: EngineConfig, model: CausalLM, slots: DeviceAdapters, source: AdapterSource | None
+) -> AdapterLibrary[Adapter]:
+    """Reads adapters for a model and its slots."""
+    parts_of = partial(
         load_adapter,
         targets=targets(model.config),
         dtype=model.dtype,
@@ -117,6 +120,10 @@ def _library(config: EngineConfig, model: CausalLM, source: AdapterSource | None
         base=model.own_layers(),
         base_step=OWN_STEP,
     )
+
+    def read(folder: Path) -> Adapter:
+        return slots.prepare(parts_of(folder))
+
     return AdapterLibrary(read, config.max_cpu_loras or config.max_loras, source=source)
 
 

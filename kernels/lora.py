@@ -2,14 +2,78 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 Ints = npt.NDArray[np.int64]
+
+
+#: One module's adapter: a [rank, inputs], b [outputs, rank], scaled. An embedding's inputs are its tokens.
+Pair = tuple[torch.Tensor, torch.Tensor]
+#: An adapter's, by the layer's place in the model and the part of the layer.
+Pairs = Mapping[Hashable, Mapping[int, Pair]]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraShape:
+    """A layer that adapters may change.
+
+    Attributes:
+        inputs: width of its input; of an embedding, its tokens.
+        widths: outputs of each part of a fused layer.
+        kind: what computes it; a gated layer has two parts.
+    """
+
+    inputs: int
+    widths: tuple[int, ...]
+    kind: Literal["linear", "gated", "embedding"] = "linear"
+
+
+@dataclass(slots=True)
+class Prepared:
+    """An adapter as its store takes it.
+
+    Attributes:
+        rank: the largest of its parts.
+        bytes: memory of it.
+        content: the store's own.
+    """
+
+    rank: int
+    bytes: int
+    content: Any
+
+
+class LoraStore(ABC):
+    """Slots of adapters as a backend's `lora_delta` and `embed_delta` want them; its `lora_store` makes one.
+
+    Attributes:
+        layers: slots of each layer, by its place; a layer is absent until an adapter changes it.
+        version: rises when `layers` gets more of them.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[Hashable, Any] = {}
+        self.version = 0
+
+    @abstractmethod
+    def prepare(self, pairs: Pairs) -> Prepared:
+        """An adapter as `fill` takes it; in any thread, so that `fill` is quick. Ranks are at most the slots'."""
+
+    @abstractmethod
+    def fill(self, slot: int, prepared: Prepared) -> None:
+        """Put an adapter into a slot, over what is there."""
+
+    @property
+    @abstractmethod
+    def bytes(self) -> int:
+        """Memory of all slots, besides that of the adapters that were prepared."""
 
 
 @dataclass(slots=True)
@@ -55,12 +119,12 @@ class LoraPass:
     """What a forward pass needs of adapters.
 
     Attributes:
-        layers: by place in the model; a layer that no adapter has changed so far is absent.
+        layers: of the store, by place in the model; a layer that no adapter has changed so far is absent.
         version: rises when `layers` gets more of them.
         batch: rows of the pass; None while a pass is recorded.
     """
 
-    layers: Mapping[Hashable, LoraLayer]
+    layers: Mapping[Hashable, Any]
     version: int = 0
     batch: LoraBatch | None = field(default=None)
 

@@ -37,6 +37,7 @@ class Ops:
     linear: Callable[..., Any]
     log_sum_exp: Callable[..., Any]
     lora_delta: Callable[..., Any]
+    lora_store: Callable[..., Any]
     pack: Callable[..., Any]
     paged_attention: Callable[..., Any]
     rms_norm: Callable[..., Any]

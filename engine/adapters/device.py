@@ -1,59 +1,52 @@
-"""Adapters on the device: their matrices in slots, one pair of tensors for each linear layer of the model."""
+"""Adapters on the device: which layers of the model they change, and the slots that the kernels keep them in."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
 
-from engine.adapters.targets import PARTS, Site, Target, targets
+from engine.adapters.targets import Site, Target, targets
 from engine.adapters.weights import Adapter
 from engine.models.config import ModelConfig
-from kernels.lora import Ints, LoraBatch, LoraLayer, LoraPass, lora_batch
+from kernels.lora import Ints, LoraBatch, LoraPass, LoraShape, LoraStore, Pair, lora_batch
+from kernels.ops import Ops
 
 #: Where a layer is: what it is, and in which decoder layer; None outside of them.
 Place = tuple[Site, int | None]
 
 
 class DeviceAdapters:
-    """Slots of `max_loras` adapters. A layer takes memory from the first adapter on that changes it."""
+    """Slots of `count` adapters."""
 
     def __init__(
-        self, config: ModelConfig, count: int, max_rank: int, dtype: torch.dtype, device: torch.device
+        self, config: ModelConfig, ops: Ops, count: int, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._targets = targets(config)
-        self._count, self._max_rank, self._dtype, self._device = count, max_rank, dtype, device
-        self._layers: dict[Place, LoraLayer] = {}
-        self._version = 0
+        self._targets, self._device = targets(config), device
+        self._store: LoraStore = ops.lora_store(_shapes(self._targets.values()), count, max_rank, dtype, device)
 
     @property
     def bytes(self) -> int:
-        """Memory of all slots."""
-        tensors = [tensor for layer in self._layers.values() for tensor in (layer.a, layer.b)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        """Memory of all slots, besides that of adapters in memory."""
+        return self._store.bytes
 
-    def fill(self, slot: int, adapter: Adapter) -> None:
-        """Put an adapter into a slot, over what is there. Its rank is at most the slots'."""
-        for layer in self._layers.values():
-            if layer.ranks[slot]:
-                layer.a[slot].zero_()
-                layer.b[slot].zero_()
-                layer.ranks[slot] = 0
+    def prepare(self, adapter: Adapter) -> Adapter:
+        """The adapter as `fill` takes it, without its parts. Called in the thread that reads it."""
+        pairs: dict[Place, dict[int, Pair]] = {}
         for module, part in adapter.parts.items():
             target = self._targets[module]
-            layer = self._layer(target)
-            rank = part.a.shape[0]
-            if target.site == "embedding":
-                layer.a[slot, 0, :, :rank] = part.a.T
-            else:
-                layer.a[slot, target.part, :rank] = part.a
-            layer.b[slot, :rank, target.first : target.first + target.outputs] = part.b.T
-            layer.ranks[slot] = max(layer.ranks[slot], rank)
+            pairs.setdefault((target.site, target.layer), {})[target.part] = (part.a, part.b)
+        return Adapter(adapter.identity, adapter.rank, {}, self._store.prepare(pairs))  # type: ignore[arg-type]
+
+    def fill(self, slot: int, adapter: Adapter) -> None:
+        """Put a prepared adapter into a slot, over what is there. Its rank is at most the slots'."""
+        if adapter.prepared is None:
+            raise ValueError(f"adapter {adapter.identity} is not prepared")
+        self._store.fill(slot, adapter.prepared)
 
     def changes(self, site: Site) -> bool:
         """Whether some adapter has changed the layers of a kind so far."""
-        return any(place[0] == site for place in self._layers)
+        return any(place[0] == site for place in self._store.layers)  # type: ignore[index]
 
     def batch(self, slots: Sequence[int] | Ints) -> LoraBatch | None:
         """Which adapter each row uses; None where all are of the base model."""
@@ -61,22 +54,17 @@ class DeviceAdapters:
 
     def forward(self, batch: LoraBatch) -> LoraPass:
         """What a pass over the batch needs."""
-        return LoraPass(self._layers, self._version, batch)  # type: ignore[arg-type]
+        return LoraPass(self._store.layers, self._store.version, batch)
 
-    def _layer(self, target: Target) -> LoraLayer:
-        place = (target.site, target.layer)
-        layer = self._layers.get(place)
-        if layer is None:
-            layer = self._layers[place] = self._allocate(target)
-            self._version += 1
-        return layer
 
-    def _allocate(self, target: Target) -> LoraLayer:
-        members = [t for t in self._targets.values() if (t.site, t.layer) == (target.site, target.layer)]
-        widths = np.array([member.outputs for member in sorted(members, key=lambda t: t.part)], dtype=np.int64)
-        shape = (PARTS[target.site], self._max_rank, target.inputs)
-        if target.site == "embedding":
-            shape = (1, target.inputs, self._max_rank)  # a row for each token
-        a = torch.zeros((self._count, *shape), dtype=self._dtype, device=self._device)
-        b = torch.zeros((self._count, self._max_rank, int(widths.sum())), dtype=self._dtype, device=self._device)
-        return LoraLayer(a, b, np.zeros(self._count, dtype=np.int64), widths)
+def _shapes(found: Iterable[Target]) -> dict[Place, LoraShape]:
+    """Of each layer, its parts in their order."""
+    members: dict[Place, list[Target]] = {}
+    for target in found:
+        members.setdefault((target.site, target.layer), []).append(target)
+    shapes = {}
+    for place, parts in members.items():
+        kind = place[0] if place[0] in ("gated", "embedding") else "linear"
+        widths = tuple(part.outputs for part in sorted(parts, key=lambda target: target.part))
+        shapes[place] = LoraShape(parts[0].inputs, widths, kind)
+    return shapes

@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.adapters.targets import Target
+from kernels.lora import Prepared
 from shared.errors import AdapterError
 from shared.lora import layout
 from shared.lora.files import WEIGHTS_FILE, content_identity, weights_file
@@ -37,16 +38,19 @@ class Adapter:
         identity: of its content; two adapters with the same one compute the same.
         rank: the largest of its parts.
         parts: by the module's Hugging Face name.
+        prepared: for the device, in the place of the parts.
     """
 
     identity: str
     rank: int
     parts: dict[str, AdapterPart]
+    prepared: Prepared | None = None
 
     @property
     def bytes(self) -> int:
         """Memory of its weights."""
-        return sum(t.numel() * t.element_size() for part in self.parts.values() for t in (part.a, part.b))
+        prepared = 0 if self.prepared is None else self.prepared.bytes
+        return prepared + sum(t.numel() * t.element_size() for part in self.parts.values() for t in (part.a, part.b))
 
 
 def load_adapter(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -116,9 +116,9 @@ class LlamaModel(CausalLM):
         cos = ops.embed(self._cos, positions).unsqueeze(1)
         sin = ops.embed(self._sin, positions).unsqueeze(1)
         residual = ops.embed(self._embedding, tokens)
-        if lora is not None and (adapters := lora.layers.get(("embedding", None))) is not None:
-            residual.add_(ops.embed_delta(tokens, adapters, lora.batch))
         update: torch.Tensor | None = None
+        if lora is not None and (adapters := lora.layers.get(("embedding", None))) is not None:
+            update = ops.embed_delta(tokens, adapters, lora.batch).to(residual.dtype)
         for index, (layer, layer_cache) in enumerate(zip(self._layers, cache.unbind(0), strict=True)):
             if update is None:
                 x = ops.rms_norm(residual, layer.input_norm, eps)
@@ -137,7 +137,7 @@ class LlamaModel(CausalLM):
             return ops.rms_norm(residual, self._norm, eps)
         return ops.rms_norm(update, self._norm, eps, residual)
 
-    def _delta(self, x: torch.Tensor, lora: LoraPass | None, site: Site, index: int | None) -> torch.Tensor | None:
+    def _delta(self, x: torch.Tensor, lora: LoraPass | None, site: Site, index: int | None) -> Any:
         """What adapters add to the layer's output; None where none has changed it so far."""
         adapters = None if lora is None else lora.layers.get((site, index))
         return None if lora is None or adapters is None else self._ops.lora_delta(x, adapters, lora.batch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -14,8 +14,11 @@ from kernels.reference.silu_and_mul import silu_and_mul
 class Linear(Protocol):
     """A prepared layer."""
 
-    def __call__(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
-        """[tokens, in] -> [tokens, out]; `delta`, [tokens, columns] float32, is added to the matrix product."""
+    def __call__(self, x: torch.Tensor, delta: Any = None) -> torch.Tensor:
+        """[tokens, in] -> [tokens, out]; `delta`, of the same backend's `lora_delta`, is added to the matrix product.
+
+        It is [tokens, columns] float32, or what the backend has instead.
+        """
 
 
 @register("linear", "reference")

@@ -11,6 +11,7 @@ import torch
 from kernels.cpu.native.lora import Tiles
 from kernels.lora import LoraBatch, LoraLayer, lora_batch
 from kernels.ops import NATIVE, implementation
+from tests.support.lora_layers import layer_for
 
 ALL = pytest.mark.parametrize("backend", ["reference", "cpu", NATIVE])
 #: A sum of `rank` products of sums of `inputs` products, of numbers of the type; torch rounds the inner sums to it.
@@ -18,9 +19,15 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
 def delta_of(backend: str, x: torch.Tensor, layer: LoraLayer, slots: list[int]) -> torch.Tensor:
-    kernel = implementation("lora_delta", backend)
+    kernel, unembed = implementation("lora_delta", backend), implementation("unembed", backend)
     assert kernel is not None
-    delta: torch.Tensor = kernel(x, layer, batch_of(slots))
+    delta = kernel(x, layer_for(backend, layer), batch_of(slots))
+    if backend == NATIVE:  # only its own layers can take it: one without weights, which answers in float32
+        assert unembed is not None
+        delta = unembed(torch.zeros(layer.b.shape[2], x.shape[1], dtype=x.dtype))(x, delta).values[
+            :, : layer.b.shape[2]
+        ]
+    assert isinstance(delta, torch.Tensor)
     assert delta.dtype == torch.float32
     assert delta.shape == (len(x), layer.b.shape[2])
     return delta
@@ -137,7 +144,7 @@ def test_a_row_s_bits_depend_on_that_row_and_its_adapter_alone(backend: str, dty
             assert torch.equal(delta_of(backend, x[row : row + 1], layer, [slot])[0], together[row])
 
 
-@pytest.mark.parametrize("backend", ["reference"])
+@pytest.mark.parametrize("backend", ["reference", NATIVE])
 def test_the_embedding_of_a_token_gets_its_adapter_s_row(backend: str) -> None:
     torch.manual_seed(0)
     layer = LoraLayer(torch.randn(3, 1, 20, 4), torch.randn(3, 4, 12), np.array([4, 2, 4]), np.array([12]))
@@ -145,7 +152,7 @@ def test_the_embedding_of_a_token_gets_its_adapter_s_row(backend: str) -> None:
     ids, slots = torch.tensor([3, 19, 0, 7]), [1, -1, 0, 2]
     kernel = implementation("embed_delta", backend)
     assert kernel is not None
-    delta = kernel(ids, layer, batch_of(slots))
+    delta = kernel(ids, layer_for(backend, layer, "embedding"), batch_of(slots))
     for row, slot in enumerate(slots):
         wanted = layer.a[slot, 0, ids[row]] @ layer.b[slot] if slot >= 0 else torch.zeros(12)
         torch.testing.assert_close(delta[row], wanted)
@@ -157,8 +164,9 @@ def test_the_embedding_of_a_token_gets_its_adapter_s_row(backend: str) -> None:
 def test_layers_add_a_delta_before_anything_else(backend: str, dtype: torch.dtype, width: int) -> None:
     torch.manual_seed(width)
     x, weight = torch.randn(5, 24).to(dtype), (torch.randn(2 * width, 24) / 5).to(dtype)
-    bias, delta = torch.randn(2 * width).to(dtype), torch.randn(5, 2 * width)
-    product = x.double() @ weight.double().T + delta.double()
+    bias, slots = torch.randn(2 * width).to(dtype), [1, -1, 0, 0, 1]
+    layer = random_layer(2, (width, width), 3, 24, dtype, most=4)
+    product = x.double() @ weight.double().T + plain(x, layer, slots)
     shifted = product + bias.double()
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 4e-2}
 
@@ -167,12 +175,15 @@ def test_layers_add_a_delta_before_anything_else(backend: str, dtype: torch.dtyp
         assert kernel is not None
         return kernel(*arguments)
 
-    linear = make("linear", weight, bias)(x, delta)
+    def delta(kind: str) -> Any:
+        return make("lora_delta", x, layer_for(backend, layer, kind), batch_of(slots))
+
+    linear = make("linear", weight, bias)(x, delta("linear"))
     torch.testing.assert_close(linear.double(), shifted, **tolerance)
-    gated = make("gated_linear", weight, bias)(x, delta)
+    gated = make("gated_linear", weight, bias)(x, delta("gated"))
     wanted = torch.nn.functional.silu(shifted[:, :width]) * shifted[:, width:]
     torch.testing.assert_close(gated.double(), wanted, **tolerance)
-    logits = make("unembed", weight)(x, delta)
+    logits = make("unembed", weight)(x, delta("linear"))
     torch.testing.assert_close(logits.values[:, : 2 * width].double(), product, **tolerance)
     torch.testing.assert_close(logits.peaks.amax(-1).double(), product.amax(-1), **tolerance)
 
@@ -193,7 +204,9 @@ def test_a_batch_lists_every_row_once(seed: int) -> None:
     for position, row in zip(batch.valid.tolist(), batch.rows.tolist(), strict=True):
         assert batch.active[position // size] == slots[row]
     tiles = Tiles.of(batch)
-    assert sorted(tiles.rows.tolist()) == list(range(len(slots)))
+    assert tiles.rows.tolist() == batch.rows.tolist()
+    assert tiles.of_row.tolist() == slots
+    assert tiles.active.tolist() == batch.active.tolist()
     for tile, slot in enumerate(tiles.slots.tolist()):
         rows = tiles.rows[tiles.firsts[tile] : tiles.firsts[tile + 1]]
         assert 1 <= len(rows) <= 8

@@ -17,9 +17,10 @@ from kernels.cpu import native
 from kernels.cpu.native import operations
 from kernels.cpu.native.program import CaptureError, Recorder, recording
 from kernels.lora import LoraLayer, LoraPass, lora_batch
-from kernels.ops import Ops, is_native, ops_for
+from kernels.ops import NATIVE, Ops, is_native, ops_for
 from kernels.packed import Packed
 from tests.kernels.test_paged_attention import DIM, Pool
+from tests.support.lora_layers import layer_for
 from tests.support.native import load_native
 
 #: Allowed difference of sums of about unit size; bfloat16: half a unit in the last place of results up to 8.
@@ -241,7 +242,7 @@ def test_a_recorded_pass_with_adapters_gives_the_bits_of_the_operations_one_by_o
     step = ops.capture(forward, cache)
     pool = Pool(random.Random(3), 4, 1, dtype, 200)
     a, b = torch.randn(3, 1, 4, 32).to(dtype), torch.randn(3, 4, 6 * DIM).to(dtype)
-    layers = {"qkv": LoraLayer(a, b, np.array([4, 2, 3]), np.array([6 * DIM]))}
+    layers = {"qkv": layer_for(NATIVE, LoraLayer(a, b, np.array([4, 2, 3]), np.array([6 * DIM])))}
     plain = None
     for turn, counts in enumerate(([5, 1, 1], [100, 1, 90], [1], [3, 2], [5, 1, 1])):
         batch = build_batch([pool.span(0, count) for count in counts], pool.layout)

@@ -3,7 +3,7 @@
 Registered for `cpu.native`, which the table takes only where it is asked to, after `load` has succeeded.
 """
 
-from kernels.cpu.native import attention, capture, lora, operations, screen
+from kernels.cpu.native import attention, capture, lora, lora_store, operations, screen
 from kernels.cpu.native.library import load, paths, set_threads
 from kernels.cpu.native.operations import layout, unserved
 from kernels.native_build import NativeUnavailableError
@@ -15,6 +15,7 @@ __all__ = [
     "layout",
     "load",
     "lora",
+    "lora_store",
     "operations",
     "paths",
     "screen",

@@ -15,7 +15,7 @@ from kernels.native_build import NativeUnavailableError, built
 
 logger = logging.getLogger(__name__)
 
-ABI = 4
+ABI = 5
 
 #: Numbers of dtypes in the records.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -35,6 +35,9 @@ class Batch(Structure):
         ("lora_slots", c_void_p),
         ("lora_firsts", c_void_p),
         ("lora_rows", c_void_p),
+        ("lora_of_row", c_void_p),
+        ("lora_groups", c_int64),
+        ("lora_active", c_void_p),
     )
 
 
@@ -75,13 +78,12 @@ class Linear(Structure):
         ("x", c_void_p),
         ("packed", c_void_p),
         ("bias", c_void_p),
-        ("delta", c_void_p),
+        ("lora", c_void_p),
         ("out", c_void_p),
         ("peaks", c_void_p),
         ("x_stride", c_int64),
         ("out_stride", c_int64),
         ("peaks_stride", c_int64),
-        ("delta_stride", c_int64),
         ("in_width", c_int64),
         ("out_width", c_int64),
         ("dtype", c_int64),
@@ -137,21 +139,34 @@ class Attention(Structure):
     )
 
 
+class LoraSite(Structure):
+    """A layer that adapters change."""
+
+    _fields_ = (("in_width", c_int64), ("parts", c_int64), ("widths", c_void_p), ("gated", c_int64))
+
+
 class Lora(Structure):
     """Operation 6."""
 
     _fields_ = (
+        ("site", LoraSite),
         ("x", c_void_p),
-        ("a", c_void_p),
-        ("b", c_void_p),
-        ("out", c_void_p),
-        ("ranks", c_void_p),
-        ("widths", c_void_p),
+        ("slots", c_void_p),
+        ("low", c_void_p),
         ("x_stride", c_int64),
-        ("in_width", c_int64),
+        ("low_stride", c_int64),
+        ("dtype", c_int64),
+    )
+
+
+class EmbedDelta(Structure):
+    """Operation 7."""
+
+    _fields_ = (
+        ("ids", c_void_p),
+        ("slots", c_void_p),
+        ("out", c_void_p),
         ("width", c_int64),
-        ("parts", c_int64),
-        ("max_rank", c_int64),
         ("dtype", c_int64),
     )
 
@@ -178,11 +193,11 @@ class Instruction(Structure):
     _fields_ = (("op", c_int64), ("record", c_void_p))
 
 
-Record = Gather | Norm | Linear | Rotary | WriteKv | Attention | Lora
+Record = Gather | Norm | Linear | Rotary | WriteKv | Attention | Lora | EmbedDelta
 
 #: Number of the operation that each kind of record is for.
 OPERATIONS: dict[type[Structure], int] = {
-    kind: number for number, kind in enumerate((Gather, Norm, Linear, Rotary, WriteKv, Attention, Lora))
+    kind: number for number, kind in enumerate((Gather, Norm, Linear, Rotary, WriteKv, Attention, Lora, EmbedDelta))
 }
 SCREEN_STAGES = range(len(OPERATIONS), len(OPERATIONS) + 3)
 
@@ -238,6 +253,11 @@ def _declare(opened: ctypes.CDLL) -> None:
         "ropeway_pack": (None, [c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p]),
         "ropeway_screen_sizes": (None, [c_int64, c_int64, POINTER(c_int64), POINTER(c_int64)]),
         "ropeway_screen_pack": (c_int64, [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
+        "ropeway_lora_elements": (c_int64, [POINTER(LoraSite), c_int64, c_int64]),
+        "ropeway_pack_lora": (
+            None,
+            [POINTER(LoraSite), c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p],
+        ),
         "ropeway_run": (c_int64, [POINTER(Instruction), c_int64, POINTER(Batch)]),
     }
     for name, (result, arguments) in signatures.items():

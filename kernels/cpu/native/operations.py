@@ -12,6 +12,7 @@ import torch
 from kernels.blocked import BLOCK, BlockedLogits
 from kernels.cpu.native import library as native
 from kernels.cpu.native.library import DTYPES, GATED, LOGITS, PLAIN
+from kernels.cpu.native.lora import LowRank
 from kernels.cpu.native.program import empty, issue
 from kernels.ops import register
 from kernels.packed import Packed, Weight
@@ -79,7 +80,7 @@ def linear(weight: Weight, bias: torch.Tensor | None = None) -> Linear:
     shift = None if bias is None else _padded(bias, _order(len(bias), native.library().ropeway_panel_columns()))
     width, dtype = weight.shape[0], weight.dtype
 
-    def apply(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(x: torch.Tensor, delta: LowRank | None = None) -> torch.Tensor:
         return _project(x, packed, shift, empty(len(x), width, dtype), PLAIN, delta=delta)
 
     return apply
@@ -92,7 +93,7 @@ def gated_linear(weight: Weight, bias: torch.Tensor | None = None) -> Linear:
     width, dtype = weight.shape[0] // 2, weight.dtype
     shift = None if bias is None else _padded(bias, _gated_order(width, native.library().ropeway_panel_columns() // 2))
 
-    def apply(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(x: torch.Tensor, delta: LowRank | None = None) -> torch.Tensor:
         return _project(x, packed, shift, empty(len(x), width, dtype), GATED, delta=delta)
 
     return apply
@@ -104,7 +105,7 @@ class Head:
 
     packed: Packed
 
-    def __call__(self, hidden: torch.Tensor, delta: torch.Tensor | None = None) -> BlockedLogits:
+    def __call__(self, hidden: torch.Tensor, delta: LowRank | None = None) -> BlockedLogits:
         vocab = self.packed.rows
         blocks = -(-vocab // BLOCK)
         values = empty(len(hidden), blocks * BLOCK, torch.float32)
@@ -226,26 +227,27 @@ def _project(
     epilogue: int,
     width: int | None = None,
     peaks: torch.Tensor | None = None,
-    delta: torch.Tensor | None = None,
+    delta: LowRank | None = None,
 ) -> torch.Tensor:
     x = _rows(x)
     record = native.Linear(
         x.data_ptr(),
         packed.data_ptr(),
         None if bias is None else bias.data_ptr(),
-        None if delta is None else delta.data_ptr(),
+        None if delta is None else delta.address,
         out.data_ptr(),
         None if peaks is None else peaks.data_ptr(),
         x.stride(0),
         out.stride(0),
         0 if peaks is None else peaks.stride(0),
-        0 if delta is None else delta.stride(0),
         x.shape[1],
         out.shape[1] if width is None else width,
         DTYPES[x.dtype],
         epilogue,
     )
-    issue(record, len(x), *(each for each in (x, packed, bias, delta, out, peaks) if each is not None))
+    tensors = (x, packed, bias, None if delta is None else delta.low, out, peaks)
+    batch = None if delta is None else delta.batch
+    issue(record, len(x), *(each for each in tensors if each is not None), batch=batch)
     return out
 
 

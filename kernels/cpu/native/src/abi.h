@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-constexpr int kAbi = 4;
+constexpr int kAbi = 5;
 
 enum Dtype : int64_t { kFloat32 = 0, kBFloat16 = 1 };
 
@@ -15,14 +15,17 @@ struct Batch {
     const int64_t* lengths;  // [sequences] keys, the query tokens included
     const int64_t* starts;   // [sequences] where each block table begins in `blocks`
     const int64_t* blocks;   // block tables
-    // Rows by adapter, in tiles of at most eight of the same slot; all rows are in one. Null where no adapter is used.
+    // Rows of adapters, in tiles of at most eight of the same slot. Null where no adapter is used.
     int64_t lora_tiles;
-    const int64_t* lora_slots;   // [tiles], -1 for the base model
+    const int64_t* lora_slots;   // [tiles]
     const int64_t* lora_firsts;  // [tiles + 1] places in `lora_rows`
-    const int64_t* lora_rows;    // [rows]
+    const int64_t* lora_rows;    // rows of adapters
+    const int64_t* lora_of_row;  // [rows] slots, -1 for the base model
+    int64_t lora_groups;
+    const int64_t* lora_active;  // [groups] slots that occur
 };
 
-enum Op : int64_t { kGather, kNorm, kLinear, kRotary, kWriteKv, kAttention, kLora, kScreenRows, kScreenColumns, kScreenPick, kOps };
+enum Op : int64_t { kGather, kNorm, kLinear, kRotary, kWriteKv, kAttention, kLora, kEmbedDelta, kScreenRows, kScreenColumns, kScreenPick, kOps };
 
 struct Gather {  // out[t] = table[ids[t]]
     const void* table;
@@ -43,14 +46,41 @@ struct Norm {  // residual += x, if there is one; out = residual / sqrt(mean(res
 
 enum Epilogue : int64_t { kPlain, kGated, kLogits };
 
-struct Linear {  // out = epilogue(x @ weight.T + bias)
+struct LoraSite {  // a layer that adapters change
+    int64_t in, parts;
+    const int64_t* widths;  // [parts], together the layer's outputs
+    int64_t gated;          // two parts of the same width, whose blocks lie side by side in a panel
+};
+
+struct LoraSlot {  // an adapter in a layer, packed: see `lora.h`. Rank 0: it leaves the layer as it is
+    const void* a;
+    const void* b;
+    int64_t rank;
+};
+
+struct Lora {  // low[t] = x[t] @ a[slot].T for the rows of adapters; what the layer adds B's product of
+    LoraSite site;
+    const void* x;
+    const LoraSlot* slots;
+    void* low;  // [rows, low_stride], whole vectors for the largest rank
+    int64_t x_stride, low_stride, dtype;
+};
+
+struct EmbedDelta {  // out[t] = a[slot][ids[t]] @ b[slot], zeros for the base model
+    const int64_t* ids;
+    const LoraSlot* slots;  // with `a` [vocabulary, rank], the rank made even
+    float* out;             // [rows, width]
+    int64_t width, dtype;
+};
+
+struct Linear {  // out = epilogue(x @ weight.T + bias + low @ b of the row's adapter)
     const void* x;
     const void* packed;  // panels, see `pack`
     const float* bias;   // padded and ordered as the panels' columns, or null
-    const float* delta;  // [rows, the weight's rows], added to the product, or null
+    const Lora* lora;    // of the same rows, run before, or null
     void* out;
     float* peaks;  // of kLogits: maxima of each 64 columns
-    int64_t x_stride, out_stride, peaks_stride, delta_stride, in, out_width, dtype, epilogue;
+    int64_t x_stride, out_stride, peaks_stride, in, out_width, dtype, epilogue;
 };
 
 struct Rotary {  // in place
@@ -73,16 +103,6 @@ struct Attention {
     void* out;
     int64_t query_stride, out_stride, block_size, heads, kv_heads, dim, dtype;
     double scale;
-};
-
-struct Lora {  // out[t] = x[t] @ a[slot].T @ b[slot], part by part; zeros for the base model
-    const void* x;
-    const void* a;          // [slots, parts, max_rank, in]
-    const void* b;          // [slots, max_rank, width]
-    float* out;             // [rows, width]
-    const int64_t* ranks;   // [slots]
-    const int64_t* widths;  // [parts], together `width`
-    int64_t x_stride, in, width, parts, max_rank, dtype;
 };
 
 struct Screen {  // out[t] = the first greatest column of x[t] @ weight.T, -1 where that takes them all; in three stages

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "abi.h"
+#include "lora.h"
 #include "vec.h"
 
 #include <algorithm>
@@ -149,7 +150,6 @@ static inline void finish_plain(const Linear& l, int64_t row, int rows, int64_t 
             vf v = load(c + r * NR + half * L);
             if (l.bias) v += load(l.bias + first + half * L);
             const int64_t left = l.out_width - first - half * L;
-            if (l.delta && left > 0) v += load_up_to(l.delta + (row + r) * l.delta_stride + first + half * L, left);
             if (left >= L)
                 store(out + half * L, v);
             else if (left > 0)
@@ -165,10 +165,6 @@ static inline void finish_gated(const Linear& l, int64_t row, int rows, int64_t 
     for (int r = 0; r < rows; r++) {
         vf gate = load(c + r * NR), up = load(c + r * NR + L);
         if (l.bias) gate += load(l.bias + panel * NR), up += load(l.bias + panel * NR + L);
-        if (l.delta) {
-            const float* delta = l.delta + (row + r) * l.delta_stride + panel * L;
-            gate += load_up_to(delta, left), up += load_up_to(delta + l.out_width, left);
-        }
         T* out = (T*)l.out + (row + r) * l.out_stride + panel * L;
         vf v = silu_v(gate) * up;
         if (left >= L)
@@ -185,7 +181,6 @@ static inline void finish_logits(const Linear& l, int64_t row, int rows, int64_t
         for (int half = 0; half < 2; half++) {
             vf v = load(c + r * NR + half * L);
             const int64_t left = l.out_width - panel * NR - half * L;
-            if (l.delta && left > 0) v += load_up_to(l.delta + (row + r) * l.delta_stride + panel * NR + half * L, left);
             for (int64_t i = std::max<int64_t>(left, 0); i < L; i++) v[i] = -__builtin_inff();
             store(out + half * L, v);
             most[r] = max_or_nan(most[r], v);
@@ -195,12 +190,17 @@ static inline void finish_logits(const Linear& l, int64_t row, int rows, int64_t
 
 // Panels [begin, end) of the rows [first, last).
 template <class T>
-static void linear_block(const Linear& l, int64_t first, int64_t last, int64_t begin, int64_t end) {
+static void linear_block(const Linear& l, const Batch& batch, int64_t first, int64_t last, int64_t begin, int64_t end) {
     alignas(64) float c[MR * NR];
     const size_t bytes = panel_bytes(l.in, l.dtype);
     const int64_t group = l.epilogue == kLogits ? kPeak / NR : 1;
     const int64_t stored = (columns_of(l) + NR - 1) / NR;
+    Reach reach[kPeak / NR];
     for (int64_t panel = begin; panel < end; panel += group) {
+        for (int64_t p = 0; l.lora && p < group; p++) {
+            reach[p] = reach_of(l.lora->site, panel + p);
+            prefetch_reach(*l.lora, batch, panel == begin ? reach[p] : reach_of(l.lora->site, panel + group + p));
+        }
         for_tiles(last - first, [&](int64_t at, int rows) {
             const int64_t row = first + at;
             const T* x = (const T*)l.x + row * l.x_stride;
@@ -208,6 +208,7 @@ static void linear_block(const Linear& l, int64_t first, int64_t last, int64_t b
             for (int r = 0; r < rows; r++) most[r] = splat(-__builtin_inff());
             for (int64_t p = panel; p < panel + group; p++) {
                 if (p < stored) tile_rows<T>(rows, x, l.x_stride, (const T*)((const char*)l.packed + p * bytes), l.in, c);
+                if (l.lora) add_low<T>(*l.lora, batch, reach[p - panel], row, rows, c);
                 if (l.epilogue == kPlain) finish_plain<T>(l, row, rows, p, c);
                 if (l.epilogue == kGated) finish_gated<T>(l, row, rows, p, c);
                 if (l.epilogue == kLogits) finish_logits(l, row, rows, p, c, most);
@@ -235,15 +236,16 @@ static inline LinearCut cut_linear(const Linear& l, int64_t rows, int threads) {
     return cut;
 }
 
-static inline void run_linear(const Linear& l, int64_t rows, int threads, int64_t task) {
+static inline void run_linear(const Linear& l, const Batch& batch, int threads, int64_t task) {
+    const int64_t rows = batch.rows;
     const LinearCut cut = cut_linear(l, rows, threads);
     const int64_t row_block = task / cut.panel_blocks, panel_block = task % cut.panel_blocks;
     const int64_t first = row_block * cut.rows_each, last = std::min(rows, first + cut.rows_each);
     const int64_t begin = panel_block * cut.panels_each, end = std::min(panels_of(l), begin + cut.panels_each);
     if (l.dtype == kBFloat16)
-        linear_block<bf16>(l, first, last, begin, end);
+        linear_block<bf16>(l, batch, first, last, begin, end);
     else
-        linear_block<float>(l, first, last, begin, end);
+        linear_block<float>(l, batch, first, last, begin, end);
 }
 
 // Weight [out, in] into panels, zeros behind the last column. Gated: the weight is gate above up, 2 * out_width rows.

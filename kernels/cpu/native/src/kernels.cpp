@@ -39,7 +39,6 @@ class Program {
             const AttentionCut cut = cut_attention(a, (int64_t)tiles_.size(), threads_);
             return (cut.pairs + cut.each - 1) / cut.each;
         }
-        if (i.op == kLora) return batch_.lora_tiles;
 #if ROPEWAY_SCREEN
         if (i.op == kScreenRows) {
             screen_ = std::make_unique<ScreenSpace>(batch_.rows, ((const Screen*)i.record)->in, threads_);
@@ -50,6 +49,7 @@ class Program {
             return batch_.rows;
         }
 #endif
+        if (i.op == kLora) return shrink_tasks(*(const Lora*)i.record, batch_);
         return (batch_.rows + kRowsEach - 1) / kRowsEach;
     }
 
@@ -60,8 +60,6 @@ class Program {
             case kNorm: return by_rows(task, *(const Norm*)i.record, run_norm);
             case kRotary: return by_rows(task, *(const Rotary*)i.record, run_rotary);
             case kWriteKv: return by_rows(task, *(const WriteKv*)i.record, run_write_kv);
-            case kLinear: return run_linear(*(const Linear*)i.record, batch_.rows, threads_, task);
-            case kLora: return run_lora(*(const Lora*)i.record, batch_, task);
 #if ROPEWAY_SCREEN
             case kScreenRows: return by_rows(task, *(const Screen*)i.record, [this](const Screen& s, int64_t row) {
                 run_screen_row(s, row, *screen_);
@@ -69,6 +67,11 @@ class Program {
             case kScreenColumns: return run_screen_columns(*(const Screen*)i.record, batch_.rows, task, thread, *screen_);
             case kScreenPick: return run_screen_pick(*(const Screen*)i.record, task, *screen_);
 #endif
+            case kLinear: return run_linear(*(const Linear*)i.record, batch_, threads_, task);
+            case kLora: return run_shrink(*(const Lora*)i.record, batch_, task);
+            case kEmbedDelta: return by_rows(task, *(const EmbedDelta*)i.record, [this](const EmbedDelta& e, int64_t row) {
+                return run_embed_delta(e, batch_, row);
+            });
             case kAttention: return run_attention(*(const Attention*)i.record, batch_, tiles_, threads_, task,
                                                   scratch_[thread]);
         }
@@ -170,6 +173,21 @@ int64_t ropeway_screen_pack(const void* packed, int64_t out, int64_t in, int64_t
     (void)packed, (void)out, (void)in, (void)dtype, (void)coarse, (void)bounds;
     return 0;
 #endif
+}
+
+// Elements of an adapter's A (`half` 0) and B (1) in a layer; rank: its largest.
+int64_t ropeway_lora_elements(const LoraSite* site, int64_t rank, int64_t half) {
+    if (half == 0) return low_panels(*site, rank) * L * even(site->in);
+    return blocks_before(*site, site->parts) * L * even(rank);
+}
+
+// One part's matrices into memory of zeros; see `pack_lora`.
+void ropeway_pack_lora(const LoraSite* site, int64_t part, const void* a, const void* b, int64_t rank, int64_t most,
+                       int64_t dtype, void* packed_a, void* packed_b) {
+    if (dtype == kBFloat16)
+        pack_lora(*site, part, (const bf16*)a, (const bf16*)b, rank, most, (bf16*)packed_a, (bf16*)packed_b);
+    else
+        pack_lora(*site, part, (const float*)a, (const float*)b, rank, most, (float*)packed_a, (float*)packed_b);
 }
 
 // 0, or 1 more than the place of an unknown operation; nothing has run then.

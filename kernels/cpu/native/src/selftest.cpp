@@ -45,13 +45,78 @@ void run_one(Op op, const void* record, const Batch& batch) {
 }
 
 Batch rows_only(int64_t rows) {
-    return {rows, 0, nullptr, nullptr, nullptr, nullptr, 0, nullptr, nullptr, nullptr};
+    Batch batch{};
+    batch.rows = rows;
+    return batch;
 }
 
+// Adapters of three slots in a layer of two parts: the second slot leaves the layer as it is. Rows use the slots and the
+// base model in turns. All packed matrices are exactly as large as they have to be.
 template <class T>
-void check_linear(int64_t rows, int64_t in, int64_t out, Epilogue epilogue, bool adapted) {
+struct Adapted {
+    static constexpr int64_t slots = 3, parts = 2;
+    int64_t rows, in, widths[parts], ranks[slots];
+    std::unique_ptr<T[]> a[slots][parts], b[slots][parts], packed_a[slots], packed_b[slots], low;
+    std::vector<int64_t> order, tile_slots, firsts, of_row, active;
+    LoraSlot table[slots];
+    Lora record;
+
+    Adapted(const T* x, int64_t rows, int64_t in, int64_t first_width, int64_t second_width, bool gated, int64_t rank)
+        : rows(rows), in(in), widths{first_width, second_width}, ranks{rank, 0, rank + 1} {
+        const LoraSite site{in, parts, widths, gated};
+        const int64_t stride = low_panels(site, rank + 1) * L;
+        low.reset(new T[rows * stride + 1]);
+        std::memset((void*)low.get(), 0xff, rows * stride * sizeof(T));  // NaN wherever nothing is written
+        record = {site, x, table, low.get(), in, stride, dtype_of<T>};
+        for (int64_t slot = 0; slot < slots; slot++) fill(site, slot);
+        for (int64_t slot = 0; slot < slots; slot++) {
+            for (int64_t r = slot + 1, taken = 0; r < rows; r += slots + 1, taken++) {
+                if (taken % kLoraRows == 0) tile_slots.push_back(slot), firsts.push_back((int64_t)order.size());
+                order.push_back(r);
+            }
+            if (slot + 1 < rows) active.push_back(slot);
+        }
+        firsts.push_back((int64_t)order.size());
+        for (int64_t r = 0; r < rows; r++) of_row.push_back(r % (slots + 1) - 1);
+    }
+
+    void fill(const LoraSite& site, int64_t slot) {
+        const int64_t rank = ranks[slot], own[parts] = {rank, std::max<int64_t>(rank - 1, 0)};
+        const int64_t sizes[2] = {ropeway_lora_elements(&site, rank, 0), ropeway_lora_elements(&site, rank, 1)};
+        packed_a[slot].reset(new T[sizes[0] + 1]()), packed_b[slot].reset(new T[sizes[1] + 1]());
+        for (int64_t part = 0; part < parts && rank; part++) {
+            a[slot][part] = filled<T>(rank * in), b[slot][part] = filled<T>(widths[part] * rank);
+            ropeway_pack_lora(&site, part, a[slot][part].get(), b[slot][part].get(), own[part], rank, dtype_of<T>,
+                              packed_a[slot].get(), packed_b[slot].get());
+        }
+        table[slot] = {packed_a[slot].get(), packed_b[slot].get(), rank};
+    }
+
+    void describe(Batch& batch) const {
+        batch.lora_tiles = (int64_t)tile_slots.size(), batch.lora_groups = (int64_t)active.size();
+        batch.lora_slots = tile_slots.data(), batch.lora_firsts = firsts.data(), batch.lora_rows = order.data();
+        batch.lora_of_row = of_row.data(), batch.lora_active = active.data();
+    }
+
+    // What is added to a column of the layer's output.
+    double delta(const T* x, int64_t row, int64_t column) const {
+        const int64_t slot = of_row[row], part = column >= widths[0], place = column - part * widths[0];
+        if (slot < 0) return 0;
+        const int64_t rank = std::max<int64_t>(ranks[slot] - part, 0);
+        double sum = 0;
+        for (int64_t k = 0; k < rank; k++) {
+            double low = 0;
+            for (int64_t i = 0; i < in; i++) low += (double)widen(x[row * in + i]) * widen(a[slot][part][k * in + i]);
+            sum += low * widen(b[slot][part][place * rank + k]);
+        }
+        return sum;
+    }
+};
+
+// `rank`: of adapters; 0 for none.
+template <class T>
+void check_linear(int64_t rows, int64_t in, int64_t out, Epilogue epilogue, int64_t rank) {
     const int64_t columns = epilogue == kGated ? 2 * out : out;
-    auto delta = filled<float>(adapted ? rows * columns : 0);
     auto x = filled<T>(rows * in);
     auto weight = filled<T>(columns * in);
     const int64_t bytes = ropeway_packed_bytes(columns, in, dtype_of<T>, epilogue == kGated);
@@ -61,22 +126,26 @@ void check_linear(int64_t rows, int64_t in, int64_t out, Epilogue epilogue, bool
     std::unique_ptr<T[]> narrow(new T[rows * width + 1]);
     std::unique_ptr<float[]> wide(new float[rows * width]), peaks(new float[rows * width / kPeak + 1]);
     void* target = epilogue == kLogits ? (void*)wide.get() : (void*)narrow.get();
-    const Linear record{x.get(),     packed.get(), nullptr, adapted ? delta.get() : nullptr,
-                        target,      peaks.get(),  in,      width,
-                        width / kPeak, columns,    in,      out,
-                        dtype_of<T>, epilogue};
-    run_one(kLinear, &record, rows_only(rows));
+    const int64_t first = epilogue == kGated ? out : columns / 3;
+    const Adapted<T> adapted(x.get(), rows, in, first, columns - first, epilogue == kGated, rank);
+    const Linear record{x.get(), packed.get(), nullptr, rank ? &adapted.record : nullptr, target, peaks.get(), in, width,
+                        width / kPeak, in, out, dtype_of<T>, epilogue};
+    Batch batch = rows_only(rows);
+    if (rank) adapted.describe(batch), run_one(kLora, &adapted.record, batch);
+    run_one(kLinear, &record, batch);
     auto product = [&](int64_t r, int64_t c) {
-        double sum = adapted ? delta[r * columns + c] : 0;
+        double sum = rank ? adapted.delta(x.get(), r, c) : 0;
         for (int64_t i = 0; i < in; i++) sum += (double)widen(x[r * in + i]) * widen(weight[c * in + i]);
         return sum;
     };
     for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < out; c++) {
             double wanted = product(r, c);
+            const double scale = 1 + std::fabs(wanted) + (rank ? std::sqrt((double)(rank * in)) : 0);
             if (epilogue == kGated) wanted = wanted / (1 + std::exp(-wanted)) * product(r, out + c);
             const double found = epilogue == kLogits ? wide[r * width + c] : widen(narrow[r * width + c]);
-            expect(found, wanted, tolerance_of<T> * (1 + std::fabs(wanted)), "linear", rows, in, out);
+            const double most = epilogue == kGated ? scale * (1 + std::fabs(product(r, out + c))) : scale;
+            expect(found, wanted, tolerance_of<T> * (most + std::fabs(wanted)), "linear", rows, in, out);
         }
 }
 
@@ -99,8 +168,8 @@ void check_screen(int64_t rows, int64_t in, int64_t out) {
     std::unique_ptr<char[]> packed(new char[ropeway_packed_bytes(out, in, dtype_of<T>, 0)]);
     ropeway_pack(weight.get(), out, in, dtype_of<T>, 0, packed.get());
     std::unique_ptr<float[]> logits(new float[rows * width]), peaks(new float[rows * width / kPeak + 1]);
-    const Linear linear{x.get(), packed.get(), nullptr, nullptr, logits.get(), peaks.get(), in,
-                        width,   width / kPeak, 0,      in,      out,          dtype_of<T>, kLogits};
+    const Linear linear{x.get(), packed.get(),  nullptr, nullptr, logits.get(), peaks.get(), in,
+                        width,   width / kPeak, in,      out,     dtype_of<T>,  kLogits};
     run_one(kLinear, &linear, rows_only(rows));
     int64_t bytes, floats;
     ropeway_screen_sizes(out, in, &bytes, &floats);
@@ -119,6 +188,32 @@ void check_screen(int64_t rows, int64_t in, int64_t out) {
     }
 }
 #endif
+
+template <class T>
+void check_embed_delta(int64_t rows, int64_t vocab, int64_t width, int64_t rank) {
+    const int64_t widths[1] = {width};
+    const LoraSite site{vocab, 1, widths, 0};
+    auto a = filled<T>(vocab * even(rank)), b = filled<T>(width * rank), none = filled<T>(0);
+    std::unique_ptr<float[]> out(new float[rows * width]);
+    std::fill(out.get(), out.get() + rows * width, NAN);
+    std::unique_ptr<T[]> packed(new T[ropeway_lora_elements(&site, rank, 1)]());
+    const LoraSite without{0, 1, widths, 0};
+    ropeway_pack_lora(&without, 0, none.get(), b.get(), rank, rank, dtype_of<T>, none.get(), packed.get());
+    const LoraSlot slots[2] = {{nullptr, nullptr, 0}, {a.get(), packed.get(), rank}};
+    std::vector<int64_t> ids, of_row;
+    for (int64_t r = 0; r < rows; r++) ids.push_back((r * 7) % vocab), of_row.push_back(r % 3 - 1);
+    const EmbedDelta record{ids.data(), slots, out.get(), width, dtype_of<T>};
+    Batch batch = rows_only(rows);
+    batch.lora_of_row = of_row.data();
+    run_one(kEmbedDelta, &record, batch);
+    for (int64_t i = 0; i < rows * width; i++) {
+        const int64_t row = i / width;
+        double wanted = 0;
+        for (int64_t k = 0; k < rank && of_row[row] == 1; k++)
+            wanted += (double)widen(a[ids[row] * even(rank) + k]) * widen(b[i % width * rank + k]);
+        expect(out[i], wanted, of_row[row] == 1 ? 1e-5 * (1 + rank) : 0, "embed_delta", rows, width, rank);
+    }
+}
 
 template <class T>
 void check_rows(int64_t rows, int64_t width) {
@@ -169,40 +264,6 @@ void check_rotary(int64_t rows, int64_t heads, int64_t dim) {
     }
 }
 
-// Rows that use slots 0 to 2 and the base model in turns, two parts; the second slot leaves the layer as it is.
-template <class T>
-void check_lora(int64_t rows, int64_t in, int64_t first_width, int64_t second_width, int64_t rank) {
-    const int64_t slots = 3, parts = 2, max_rank = rank + 1, width = first_width + second_width;
-    const int64_t ranks[slots] = {rank, 0, max_rank}, widths[parts] = {first_width, second_width};
-    auto x = filled<T>(rows * in), a = filled<T>(slots * parts * max_rank * in), b = filled<T>(slots * max_rank * width);
-    std::unique_ptr<float[]> out(new float[rows * width]);
-    std::fill(out.get(), out.get() + rows * width, NAN);
-    std::vector<int64_t> order, tile_slots, firsts;
-    for (int64_t slot = -1; slot < slots; slot++)
-        for (int64_t r = slot + 1, taken = 0; r < rows; r += slots + 1, taken++) {
-            if (taken % kLoraRows == 0) tile_slots.push_back(slot), firsts.push_back((int64_t)order.size());
-            order.push_back(r);
-        }
-    firsts.push_back((int64_t)order.size());
-    Batch batch = rows_only(rows);
-    batch.lora_tiles = (int64_t)tile_slots.size();
-    batch.lora_slots = tile_slots.data(), batch.lora_firsts = firsts.data(), batch.lora_rows = order.data();
-    const Lora record{x.get(), a.get(), b.get(), out.get(), ranks, widths, in, in, width, parts, max_rank, dtype_of<T>};
-    run_one(kLora, &record, batch);
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < width; c++) {
-            const int64_t slot = r % (slots + 1) - 1, part = c >= first_width;
-            double wanted = 0;
-            for (int64_t k = 0; slot >= 0 && k < ranks[slot]; k++) {
-                double low = 0;
-                for (int64_t i = 0; i < in; i++)
-                    low += (double)widen(x[r * in + i]) * widen(a[((slot * parts + part) * max_rank + k) * in + i]);
-                wanted += low * widen(b[(slot * max_rank + k) * width + c]);
-            }
-            expect(out[r * width + c], wanted, 1e-3 * (1 + std::fabs(wanted)), "lora", rows, in, width);
-        }
-}
-
 // Sequences of (count, length); writes their keys and values and attends.
 template <class T>
 void check_attention(std::vector<std::pair<int64_t, int64_t>> sequences, int64_t block, int64_t kv_heads, int64_t group,
@@ -223,8 +284,9 @@ void check_attention(std::vector<std::pair<int64_t, int64_t>> sequences, int64_t
     std::memset((void*)cache.get(), 0xff, blocks * block * width * sizeof(T));  // NaN wherever nothing is written
     const WriteKv write{kv.get(), cache.get(), slots.data(), width * (int64_t)sizeof(T), width * (int64_t)sizeof(T)};
     run_one(kWriteKv, &write, rows_only(keys));
-    const Batch batch{rows,          (int64_t)counts.size(), counts.data(), lengths.data(), starts.data(),
-                      tables.data(), 0,                      nullptr,       nullptr,        nullptr};
+    Batch batch = rows_only(rows);
+    batch.sequences = (int64_t)counts.size(), batch.counts = counts.data(), batch.lengths = lengths.data();
+    batch.starts = starts.data(), batch.blocks = tables.data();
     const Attention record{query.get(), cache.get(), out.get(), heads * dim, heads * dim, block,
                            heads,       kv_heads,    dim,       dtype_of<T>, 0.5};
     run_one(kAttention, &record, batch);
@@ -256,25 +318,22 @@ void check_all() {
     for (int64_t rows : {0, 1, 5, 12, 13, 37})
         for (int64_t in : {1, 2, 31, 64})
             for (int64_t out : {1, 15, 16, 32, 33, 70}) {
-                for (bool adapted : {false, true}) {
-                    check_linear<T>(rows, in, out, kPlain, adapted);
-                    check_linear<T>(rows, in, out, kGated, adapted);
-                    check_linear<T>(rows, in, out, kLogits, adapted);
+                for (int64_t rank : {0, 1, 4}) {
+                    check_linear<T>(rows, in, out, kPlain, rank);
+                    check_linear<T>(rows, in, out, kGated, rank);
+                    check_linear<T>(rows, in, out, kLogits, rank);
                 }
             }
-    check_linear<T>(250, 18, 40, kPlain, true);
+    check_linear<T>(250, 18, 40, kPlain, 17);
+    check_linear<T>(130, 67, 40, kGated, 33);
+    for (int64_t rows : {0, 1, 9})
+        for (int64_t rank : {1, 2, 17}) check_embed_delta<T>(rows, 11, 33, rank);
 #if ROPEWAY_SCREEN
     for (int64_t rows : {0, 1, 5, 12, 13, 37})
         for (int64_t in : {1, 2, 31, 64, 130})
             for (int64_t out : {1, 15, 32, 33, 70, 700}) check_screen<T>(rows, in, out);
     check_screen<T>(130, 66, 90);
 #endif
-    for (int64_t rows : {0, 1, 4, 33, 70})
-        for (int64_t in : {1, 31, 32, 65})
-            for (int64_t rank : {1, 3, 16}) {
-                check_lora<T>(rows, in, 1, 15, rank);
-                check_lora<T>(rows, in, 33, 16, rank);
-            }
     for (int64_t rows : {0, 1, 8, 9})
         for (int64_t width : {1, 15, 16, 33}) check_rows<T>(rows, width);
     for (int64_t dim : {2, 6, 32, 34}) {

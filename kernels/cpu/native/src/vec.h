@@ -87,10 +87,6 @@ static inline vf load_some(const T* p, int n) {
     return load(full);
 }
 
-static inline vf load_up_to(const float* p, int64_t n) {
-    return n >= L ? load(p) : load_some(p, (int)n);
-}
-
 template <class T>
 static inline void store_some(T* p, vf v, int n) {
     T full[L];
