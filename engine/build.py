@@ -71,6 +71,8 @@ def build_engine(config: EngineConfig, source: AdapterSource | None = None) -> E
     if config.enable_lora:
         slots = DeviceAdapters(model_config, ops, config.max_loras, config.max_lora_rank, dtype, device)
         library = _library(config, model, slots, source)
+    if config.screen_head:
+        model.screen_head()
     runner = _runner(model, checkpoint, ops, num_blocks, config.block_size, slots)
     scheduler = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,

@@ -88,6 +88,8 @@ class EngineConfig:
         max_cpu_loras: adapters kept in memory; None: as many as `max_loras`.
         cpu_kernels: `native`: C++ kernels, built on first use; `torch`: torch's own; `auto`: native where they can be
             used.
+        screen_head: native kernels find greedy tokens by an 8-bit copy of the output matrix, the same tokens faster; it
+            takes a byte for each weight of the matrix.
         threads: of torch and of the native kernels; None leaves torch's setting.
         map_weights: weights that were packed before are pages of their file in the cache, which all processes share, in
             place of a copy in large pages, which is faster to compute with.
@@ -115,6 +117,7 @@ class EngineConfig:
     max_lora_rank: int = 16
     max_cpu_loras: int | None = None
     cpu_kernels: CpuKernels = "auto"
+    screen_head: bool = True
     threads: int | None = None
     map_weights: bool = False
     cache_dir: Path | None = None

@@ -16,7 +16,8 @@ from engine.logprobs import score
 from engine.models.registry import CausalLM
 from engine.plan import Sampled, Span, StepPlan
 from engine.request import LogprobEntry
-from engine.sampler import Sampler
+from engine.sampler import Sampler, takes_argmax
+from engine.sequence import Sequence
 from kernels.blocked import BlockedLogits
 from kernels.lora import Ints, LoraPass
 from kernels.ops import Ops, is_native
@@ -24,6 +25,8 @@ from shared.errors import EngineError
 
 #: Rows of logits that are scored at once: enough for the matrix product, and a bound on memory whatever the prompt.
 SCORED_ROWS = 64
+#: Greedy rows that are worth a pass of their own over the screened output matrix, where others take all logits anyway.
+SCREENED_ROWS = 16
 
 
 class ModelRunner:
@@ -123,10 +126,32 @@ class ModelRunner:
         sampled = [index for index, span in enumerate(spans) if span.sample]
         if not sampled:
             return
-        logits = self._logits(hidden, slots, batch.sample_rows)
-        results = self._sampler.sample(logits, [spans[index].sequence for index in sampled])
-        for index, result in zip(sampled, results, strict=True):
-            answers[index] = result
+        sequences = [spans[index].sequence for index in sampled]
+        rest = list(range(len(sampled)))
+        if self._model.screens:
+            for place, token in self._greedy(sequences, hidden, slots, batch.sample_rows):
+                answers[sampled[place]] = Sampled(token)
+            rest = [place for place, index in enumerate(sampled) if answers[index] is None]
+        if not rest:
+            self._sampler.rest()
+            return
+        logits = self._logits(hidden, slots, _some(batch.sample_rows, rest, len(sampled), hidden.device))
+        results = self._sampler.sample(logits, [sequences[place] for place in rest])
+        for place, result in zip(rest, results, strict=True):
+            answers[sampled[place]] = result
+
+    def _greedy(
+        self, sequences: list[Sequence], hidden: torch.Tensor, slots: Ints | None, rows: torch.Tensor | None
+    ) -> list[tuple[int, int]]:
+        """Places and tokens of sequences whose token can be told without all their logits."""
+        if slots is not None and self._adapters is not None and self._adapters.changes("lm_head"):
+            return []
+        places = [place for place, sequence in enumerate(sequences) if takes_argmax(sequence)]
+        if not places or len(places) < min(len(sequences), SCREENED_ROWS):
+            return []
+        chosen = _some(rows, places, len(sequences), hidden.device)
+        tokens = self._model.greedy(hidden if chosen is None else hidden.index_select(0, chosen)).tolist()
+        return [(place, token) for place, token in zip(places, tokens, strict=True) if token >= 0]
 
     def _score(
         self,
@@ -177,6 +202,14 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+
+
+def _some(rows: torch.Tensor | None, places: list[int], count: int, device: torch.device) -> torch.Tensor | None:
+    """Of `count` rows of a pass, None if they are all of it, those at some places; in the same form."""
+    if len(places) == count:
+        return rows
+    index = torch.tensor(places, device=device)
+    return index if rows is None else rows[index]
 
 
 def _scored(spans: list[Span], order: list[int]) -> Iterator[tuple[int, int, int]]:

@@ -27,6 +27,11 @@ def _draws(sequence: Sequence, maximum: float) -> bool:
     return not sequence.params.greedy and abs(maximum) / sequence.params.temperature < _LARGEST
 
 
+def takes_argmax(sequence: Sequence) -> bool:
+    """Whether the next token is the arg-max of the model's own logits, and nothing else is asked of them."""
+    return sequence.params.greedy and sequence.params.logprobs is None and not edits_logits(sequence)
+
+
 class Sampler:
     """Samples one token per row: edits of the logits (see `BatchEdits`), temperature, min-p, top-k, top-p, draw.
 
@@ -61,6 +66,10 @@ class Sampler:
             Sampled(None, error=errors[row]) if row in errors else Sampled(token, logprob=entries.get(row))
             for row, token in enumerate(tokens)
         ]
+
+    def rest(self) -> None:
+        """No row of a step needs any logits: let go of what belongs to sequences of the last one."""
+        self._edits = None
 
     def _choose(
         self,

@@ -38,4 +38,18 @@ def findings() -> Iterator[tuple[str, str]]:
     choice = choose(settings.cpu_kernels, cache)
     unused = "" if device.type == "cpu" else "; not used on this device"
     yield "cpu kernels", f"{'native' if choice.native else 'torch'}: {choice.reason}{unused}"
+    yield "greedy", _greedy(settings.screen_head, choice.native and device.type == "cpu")
     yield "cache", str(cache)
+
+
+def _greedy(wanted: bool, native: bool) -> str:
+    """How greedy tokens are found."""
+    from kernels.cpu.native import screens
+
+    if not wanted:
+        return "from all logits: screen_head is off"
+    if not native:
+        return "from all logits: the native CPU kernels are not used"
+    if not screens():
+        return "from all logits: this CPU has no AVX-512 VNNI"
+    return "screened by an 8-bit copy of the output matrix"

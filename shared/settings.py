@@ -169,6 +169,9 @@ class WorkerSettings(CommonSettings):
     cpu_kernels: Literal["auto", "native", "torch"] = Field(
         "auto", description="on a CPU; native: C++ kernels, built on first use; auto: where they can be used"
     )
+    screen_head: bool = Field(
+        True, description="native kernels find greedy tokens by an 8-bit copy of the output matrix; the same tokens"
+    )
     threads: int | None = Field(None, ge=1, description="threads that compute; unset: the CPUs of this process")
     lease_s: float = Field(15.0, gt=0.1, description="seconds that a job may go unseen before another worker takes it")
     max_attempts: int = Field(3, ge=1, description="tries before a job is buried")

@@ -69,6 +69,7 @@ def _build_model(settings: WorkerSettings) -> EngineProtocol:
             max_lora_rank=settings.max_lora_rank,
             max_cpu_loras=_max_cpu_loras(settings),
             cpu_kernels=settings.cpu_kernels,
+            screen_head=settings.screen_head,
             threads=settings.threads,
             cache_dir=settings.cache_dir,
         ),

@@ -17,6 +17,7 @@ from kernels.lora import LoraPass
 from kernels.ops import Ops
 from kernels.packed import Packed, Weight
 from kernels.reference.linear import Linear
+from kernels.reference.screen import Screen
 
 
 @dataclass(slots=True)
@@ -38,6 +39,8 @@ _PACKED = "packed"
 @register_model("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 class LlamaModel(CausalLM):
     """Decoder of the Llama family over a paged KV cache."""
+
+    _screen: Screen | None = None
 
     def __init__(
         self,
@@ -144,6 +147,14 @@ class LlamaModel(CausalLM):
 
     def logits(self, hidden: torch.Tensor, lora: LoraPass | None = None) -> BlockedLogits:
         return self._head(hidden, self._delta(hidden, lora, "lm_head", None))
+
+    def screen_head(self) -> None:
+        self._screen = self._ops.screen(self._head)
+        self.screens = self._screen is not None
+
+    def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert self._screen is not None
+        return self._screen(hidden)
 
     def own_layers(self) -> dict[str, torch.Tensor]:
         return dict(zip(("model.embed_tokens", "lm_head"), self._samples, strict=True))

@@ -31,12 +31,14 @@ class CausalLM(ABC):
         device: where both are.
         prepared: tensors, packed ones among them, that the constructor takes as well as a checkpoint's: then without
             packing anything. Empty where nothing is packed. Whoever has kept them empties it.
+        screens: whether `greedy` may be called.
     """
 
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
     prepared: dict[str, torch.Tensor]
+    screens: bool = False
 
     @abstractmethod
     def __init__(
@@ -74,6 +76,14 @@ class CausalLM(ABC):
     @abstractmethod
     def logits(self, hidden: torch.Tensor, lora: LoraPass | None = None) -> BlockedLogits:
         """[rows, hidden] -> [rows, vocab]; `lora` is of these rows."""
+
+    def screen_head(self) -> None:
+        """Prepare for `greedy` where that is faster than `logits`; takes a byte for each weight of the matrix."""
+        self.screens = False
+
+    def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> [rows] int64: the arg-max of the logits without adapters; -1 where only `logits` tell."""
+        raise NotImplementedError
 
     @abstractmethod
     def own_layers(self) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ Registered for `cpu.native`, which the table takes only where it is asked to, af
 from kernels.cpu.native import attention, capture, lora, lora_store, operations, screen
 from kernels.cpu.native.library import load, paths, set_threads
 from kernels.cpu.native.operations import layout, unserved
+from kernels.cpu.native.screen import screens
 from kernels.native_build import NativeUnavailableError
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "operations",
     "paths",
     "screen",
+    "screens",
     "set_threads",
     "unserved",
 ]

@@ -17,6 +17,18 @@ from kernels.reference.unembed import Unembed
 logger = logging.getLogger(__name__)
 
 
+def screens() -> bool:
+    """Whether the loaded library screens matrices: it does where the CPU has AVX-512 VNNI."""
+    return _sizes(1, 1)[0] > 0
+
+
+def _sizes(rows: int, columns: int) -> tuple[int, int]:
+    """Bytes of the 8-bit copy and floats of its bounds; both 0 where such a matrix is not screened."""
+    size, count = ctypes.c_int64(), ctypes.c_int64()
+    native.library().ropeway_screen_sizes(rows, columns, ctypes.byref(size), ctypes.byref(count))
+    return size.value, count.value
+
+
 @register("screen", "cpu.native")
 def screen(head: Unembed) -> Screen | None:
     """Contract of the reference; None also where the CPU has no VNNI. Takes a byte for each weight of the matrix."""
@@ -24,13 +36,11 @@ def screen(head: Unembed) -> Screen | None:
         return None
     packed = head.packed
     rows, columns, dtype = packed.rows, packed.columns, DTYPES[packed.dtype]
-    lib, size, count = native.library(), ctypes.c_int64(), ctypes.c_int64()
-    lib.ropeway_screen_sizes(rows, columns, ctypes.byref(size), ctypes.byref(count))
-    if not size.value:
+    size, count = _sizes(rows, columns)
+    if not size:
         return None
-    coarse, bounds = allocate(size.value), torch.empty(count.value)
-    source = packed.data.data_ptr()
-    if not lib.ropeway_screen_pack(source, rows, columns, dtype, coarse.data_ptr(), bounds.data_ptr()):
+    coarse, bounds, source = allocate(size), torch.empty(count), packed.data.data_ptr()
+    if not native.library().ropeway_screen_pack(source, rows, columns, dtype, coarse.data_ptr(), bounds.data_ptr()):
         logger.warning("the output matrix has weights that are not finite or very large: greedy tokens take all logits")
         return None
 

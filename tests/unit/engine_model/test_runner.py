@@ -33,18 +33,23 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTraine
     return path, save_tiny_model(path)
 
 
-@pytest.fixture(params=["torch", "native"])
+@pytest.fixture(params=["torch", "native", "screened"])
 def ops(request: pytest.FixtureRequest) -> Ops:
-    """The operations for a CPU, of torch and native."""
-    native = request.param == "native"
+    """The operations for a CPU, of torch and native; `screened`: greedy tokens are looked for without all logits."""
+    native = request.param != "torch"
     if native:
         load_native()
     return ops_for("cpu", native=native)
 
 
 @pytest.fixture
-def runner(reference: tuple[Path, PreTrainedModel], tmp_path: Path, ops: Ops) -> ModelRunner:
-    return load_runner(reference[0], tmp_path, ops)
+def runner(
+    reference: tuple[Path, PreTrainedModel], tmp_path: Path, ops: Ops, request: pytest.FixtureRequest
+) -> ModelRunner:
+    loaded = load_runner(reference[0], tmp_path, ops)
+    if "screened" in str(request.node.name):
+        loaded._model.screen_head()
+    return loaded
 
 
 def load_runner(folder: Path, cache: Path, ops: Ops) -> ModelRunner:
@@ -234,7 +239,7 @@ def test_logits_are_computed_some_rows_at_a_time_and_only_where_needed(
     )
     run(runner, scored(a), Span(b, 0, 137, sample=False, scored=range(100, 120)))
     assert max(rows) <= SCORED_ROWS
-    assert sum(rows) == 1 + 136 + 20
+    assert sum(rows) == (not runner._model.screens) + 136 + 20
 
 
 def test_a_scored_row_that_is_not_finite_fails_its_span_alone(

@@ -51,10 +51,13 @@ def test_doctor_says_what_computes_and_why(monkeypatch: pytest.MonkeyPatch) -> N
     result = run("doctor")
     assert result.exit_code == 0
     lines = dict(line.split(maxsplit=1) for line in result.output.replace("cpu kernels", "kernels").splitlines())
-    assert lines.keys() == {"python", "device", "cpus", "threads", "kernels", "cache"}
+    assert lines.keys() == {"python", "device", "cpus", "threads", "kernels", "greedy", "cache"}
     assert lines["kernels"].startswith(("native: built for ", "torch: "))
     monkeypatch.setenv("ROPEWAY_CPU_KERNELS", "torch")
     assert "torch: cpu_kernels is torch" in run("doctor").output
+    assert "from all logits: the native CPU kernels are not used" in run("doctor").output
+    monkeypatch.setenv("ROPEWAY_SCREEN_HEAD", "false")
+    assert "from all logits: screen_head is off" in run("doctor").output
 
 
 def test_doctor_without_torch_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
