@@ -54,6 +54,7 @@ class Shape:
         first: per echoed prompt its first token.
         echo_only: nothing but the echo is shown.
         hidden: token ids that the text of an answer does not show.
+        service_tier: the one that it is served in, where one was asked for.
     """
 
     kind: Literal["chat", "completion"]
@@ -68,6 +69,7 @@ class Shape:
     first: Sequence[str] = ()
     echo_only: bool = False
     hidden: frozenset[int] = frozenset()
+    service_tier: str | None = None
 
     @property
     def id(self) -> str:
@@ -102,6 +104,8 @@ class Answer:
         self._object: Literal["chat.completion.chunk", "text_completion"] = (
             "chat.completion.chunk" if shape.kind == "chat" else "text_completion"
         )
+        self._id = shape.id
+        self._tier: str | UnsetType = UNSET if shape.service_tier is None else shape.service_tier
         self._tail: list[tuple[int, ChoiceFrame]] = []
         self.timings: Timings | None = None
         self.any_text = False
@@ -185,6 +189,7 @@ class Answer:
             [self._chat_choice(i, c) for i, c in enumerate(self._choices)],
             UsageBody.of(self._usages),
             prompt_logprobs=self._prompt_logprobs(0),
+            service_tier=self._tier,
         )
         return encode(body)
 
@@ -238,7 +243,8 @@ class Answer:
         return event(encode(self._body([choice], usage)), number)
 
     def _body(self, choices: Sequence[ChatChunkChoice | CompletionChoice], usage: UsageBody | UnsetType | None) -> Body:
-        return Body(self.shape.id, self._object, self.shape.created, self.shape.model, choices, usage)
+        shape = self.shape
+        return Body(self._id, self._object, shape.created, shape.model, choices, usage, service_tier=self._tier)
 
     def _chat_choice(self, index: int, kept: _Choice) -> ChatChoice:
         most = self.shape.logprobs

@@ -24,7 +24,7 @@ from gateway.middleware import Authentication, BodyLimit, RequestScope
 from gateway.pool_metrics import PoolCollector
 from gateway.pool_state import PoolStates
 from gateway.preparation import Preparer
-from gateway.routes import chat, completions, health, jobs, models, pools
+from gateway.routes import chat, completions, health, jobs, models, pools, responses, tokenize
 from gateway.schemas import MAX_DEADLINE_S, MAX_DELAY_S
 from gateway.services import Services
 from gateway.stream_tokens import StreamTokens
@@ -66,7 +66,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         lifespan=lifespan,
         redoc_url=None,
     )
-    for room in (chat, completions, models, jobs, pools, health):
+    for room in (chat, completions, responses, tokenize, models, jobs, pools, health):
         app.include_router(room.router)
     errors.install(app)
     docs.install(app)

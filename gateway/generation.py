@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Protocol
 
+import structlog
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway import answers, wire_format
 from gateway.admission import Caller, JobOptions
-from gateway.answers import Answer
+from gateway.answers import Answer, Shape
 from gateway.disconnect import ClientGoneError, Disconnect
 from gateway.entrance import Repeat
 from gateway.following import Follower
+from gateway.preparation import Prepared
 from gateway.schemas import GenerationRequest
 from gateway.services import Services
-from shared.errors import JobExpiredError
-from shared.protocol import Frame
+from gateway.submission import Terms
+from shared.errors import JobExpiredError, RopewayError
+from shared.protocol import ErrorInfo, Frame, Timings, Usage
+
+log = structlog.get_logger(__name__)
 
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -28,6 +37,41 @@ CLIENT_CLOSED_REQUEST = 499
 INLINE_CANDIDATES = 5_000
 #: Seconds past a job's deadline, by this clock, that the queue has to end it.
 DEADLINE_SLACK_S = 2.0
+
+
+class AnswerLike(Protocol):
+    """What frames are collected in; see `Answer`."""
+
+    any_text: bool
+    events: int
+    timings: Timings | None
+
+    @property
+    def usage(self) -> Usage: ...
+    @property
+    def candidates(self) -> int: ...
+    def opening(self) -> bytes: ...
+    def add(self, job: int, frame: Frame, *, chunks: bool) -> bytes: ...
+    def failure(self, info: ErrorInfo) -> bytes: ...
+    def closing(self) -> bytes: ...
+    def whole(self) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """What another API does otherwise with a generation.
+
+    Attributes:
+        answer: made of what was prepared.
+        naming: a context in which errors get the names of that API.
+        terms: of its job.
+        forget: delete the job once it was answered.
+    """
+
+    answer: Callable[[Prepared], AnswerLike]
+    naming: Callable[[], AbstractContextManager[None]]
+    terms: Terms
+    forget: bool
 
 
 class GenerationResponse(Response):
@@ -44,11 +88,12 @@ class GenerationResponse(Response):
         caller: Caller,
         reference: str,
         repeat: Repeat | None = None,
+        style: Style | None = None,
     ) -> None:
         # The base class would render a body, of which there is none yet.
         self.background = None
         self._services, self._request, self._caller, self._reference = services, request, caller, reference
-        self._repeat = repeat
+        self._repeat, self._style = repeat, style
         self._settings, self._metrics = services.settings, services.metrics
         self._streaming = bool(request.stream)
         self._started_at = self._sent_at = time.monotonic()
@@ -74,7 +119,9 @@ class GenerationResponse(Response):
         request, services = self._request, self._services
         flush_ms = 0 if self._streaming else self._settings.flush_ms
         options = JobOptions(request.job_class, flush_ms, request.metadata or {})
-        prepared = await services.preparer.prepare(request, self._caller, options)
+        style = self._style
+        with nullcontext() if style is None else style.naming():
+            prepared = await services.preparer.prepare(request, self._caller, options)
         if client.gone:
             raise ClientGoneError
         entered = await services.entrance.enter(self._caller.tenant, prepared, self._repeat)
@@ -87,8 +134,10 @@ class GenerationResponse(Response):
             if client.gone:
                 raise ClientGoneError
             # From here on nothing is broken off in the middle of a command: what was submitted must be known.
-            await services.submitter.submit(prepared.envelopes, keep=self._repeat is not None)
-            answer = Answer(prepared.shape, whole=not self._streaming)
+            terms = None if style is None else style.terms
+            await services.submitter.submit(prepared.envelopes, terms, keep=self._repeat is not None)
+            answer: AnswerLike
+            answer = self._answer(prepared.shape) if style is None else style.answer(prepared)
             try:
                 await (self._stream if self._streaming else self._whole)(answer, follower, client, send)
             except ClientGoneError:
@@ -107,8 +156,23 @@ class GenerationResponse(Response):
                 await self._flush(answer, send, last=True)
             finally:
                 self._account(answer)
+        if style is not None and style.forget:
+            await self._forget(prepared.shape.job_ids)
 
-    async def _stream(self, answer: Answer, follower: Follower, client: Disconnect, send: Send) -> None:
+    def _answer(self, shape: Shape) -> Answer:
+        tier = self._request.service_tier
+        if tier is not None:
+            shape = replace(shape, service_tier=wire_format.tier_of(tier))
+        return Answer(shape, whole=not self._streaming)
+
+    async def _forget(self, job_ids: Sequence[str]) -> None:
+        for job_id in job_ids:
+            try:
+                await self._services.store.delete(job_id)
+            except RopewayError as error:  # it expires soon in any case
+                log.warning("job.not_forgotten", job_id=job_id, error=error.message)
+
+    async def _stream(self, answer: AnswerLike, follower: Follower, client: Disconnect, send: Send) -> None:
         while not follower.ended:
             for job, frame in await self._next(follower, client):
                 if piece := answer.add(job, frame, chunks=True):
@@ -121,7 +185,7 @@ class GenerationResponse(Response):
         self._pending.append(answer.closing())
         await self._flush(answer, send, last=True)
 
-    async def _flush(self, answer: Answer, send: Send, *, last: bool = False) -> None:
+    async def _flush(self, answer: AnswerLike, send: Send, *, last: bool = False) -> None:
         """Send what has gathered; after a silence, a comment, so that nothing between here and there hangs up."""
         silent = time.monotonic() - self._sent_at >= self._settings.keepalive_s
         if not self._pending and not last:
@@ -137,7 +201,7 @@ class GenerationResponse(Response):
         await send({"type": "http.response.body", "body": body, "more_body": not last})
         self._sent_at = time.monotonic()
 
-    async def _whole(self, answer: Answer, follower: Follower, client: Disconnect, send: Send) -> None:
+    async def _whole(self, answer: AnswerLike, follower: Follower, client: Disconnect, send: Send) -> None:
         while not follower.ended:
             for job, frame in await self._next(follower, client):
                 answer.add(job, frame, chunks=False)
@@ -167,7 +231,7 @@ class GenerationResponse(Response):
         if (late > 0 and queued) or late > self._settings.max_run_s:
             raise JobExpiredError("the job was not served before its deadline")
 
-    def _account(self, answer: Answer) -> None:
+    def _account(self, answer: AnswerLike) -> None:
         self._metrics.events.inc(answer.events)
         seconds = time.monotonic() - self._started_at
         self._metrics.ended(self._request.model, seconds, answer.usage, answer.timings)

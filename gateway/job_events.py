@@ -46,6 +46,8 @@ class JobEventsResponse(Response):
                 return
             headers = [*SSE_HEADERS, (b"x-ropeway-job-id", self._job_id.encode())]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
+            if opening := self._opening():
+                await send({"type": "http.response.body", "body": opening, "more_body": True})
             follower.tracks[0].look()
             try:
                 await self._send_frames(follower, client, send)
@@ -80,6 +82,10 @@ class JobEventsResponse(Response):
                 await send({"type": "http.response.body", "body": body, "more_body": True})
                 sent_at = time.monotonic()
                 self._services.metrics.events.inc(len(batch))
+
+    def _opening(self) -> bytes:
+        """Events in front of those of frames."""
+        return b""
 
     def _event(self, frame: Frame) -> bytes:
         error = None

@@ -305,9 +305,23 @@ class PromptEncoder:
             ContextLengthExceededError: so much text that it need not be tokenized.
         """
         return [
-            self._encode(p, add_special_tokens, "prompt") if isinstance(p, str) else self._checked(p)
+            self._encode(p, add_special_tokens, "prompt") if isinstance(p, str) else self._not_empty(p)
             for p in split_prompts(prompt)
         ]
+
+    def text(self, prompt: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text, none where it is empty.
+
+        Raises:
+            InvalidRequestError: it is no text that can be tokenized.
+            ContextLengthExceededError: so much text that it need not be tokenized.
+        """
+        self._check_length(len(prompt), "prompt")
+        return list(self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids)
+
+    def tokens(self, token_ids: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary writes them."""
+        return [self._tokenizer.id_to_token(i) or "" for i in token_ids]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a prompt that came as ids."""
@@ -320,14 +334,22 @@ class PromptEncoder:
             raise InvalidRequestError(f"{param}: must not be empty", param=param)
         return ids
 
-    def _checked(self, ids: list[Any]) -> list[int]:
+    def _not_empty(self, ids: list[Any]) -> list[int]:
         if not ids:
             raise InvalidRequestError("prompt: must not be empty", param="prompt")
+        return self.checked(ids, "prompt")
+
+    def checked(self, ids: list[Any], param: str) -> list[int]:
+        """Ids that are the vocabulary's.
+
+        Raises:
+            InvalidRequestError: one is not.
+        """
         if not all(type(i) is int for i in ids):
-            raise InvalidRequestError("prompt: token ids must be integers, all of one kind", param="prompt")
-        if min(ids) < 0 or max(ids) >= self._vocab_size:
+            raise InvalidRequestError(f"{param}: token ids must be integers, all of one kind", param=param)
+        if ids and (min(ids) < 0 or max(ids) >= self._vocab_size):
             raise InvalidRequestError(
-                f"prompt: token ids must be from 0 to {self._vocab_size - 1}, the model's vocabulary", param="prompt"
+                f"{param}: token ids must be from 0 to {self._vocab_size - 1}, the model's vocabulary", param=param
             )
         return ids
 

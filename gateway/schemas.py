@@ -32,7 +32,8 @@ def _always(value: Any) -> bool:
     return value is None
 
 
-def _is_text_format(value: Any) -> bool:
+def is_text_format(value: Any) -> bool:
+    """Whether a format of an answer asks for nothing but text."""
     return value is None or (isinstance(value, dict) and value.get("type") == "text")
 
 
@@ -42,7 +43,7 @@ _REFUSED: dict[str, Callable[[Any], bool]] = {
     "tool_choice": lambda v: v in (None, "none"),
     "functions": _empty,
     "function_call": lambda v: v in (None, "none"),
-    "response_format": _is_text_format,
+    "response_format": is_text_format,
     "structured_outputs": _empty,
     "guided_json": _empty,
     "guided_regex": _empty,
@@ -52,6 +53,7 @@ _REFUSED: dict[str, Callable[[Any], bool]] = {
     "modalities": lambda v: v in (None, ["text"]),
     "prediction": _always,
     "web_search_options": _always,
+    "moderation": _always,
     "reasoning_effort": _always,
     "verbosity": lambda v: v in (None, "medium"),
     "suffix": _empty,
@@ -115,9 +117,14 @@ class GenerationRequest(BaseModel):
     seed: int | None = Field(None, description="64 bits with sign; drawn by the server where absent")
     user: str | None = Field(None, description="taken, not used")
     metadata: dict[str, str] | None = Field(None, description="up to 16 pairs, echoed by the jobs API")
-    service_tier: Literal["auto", "default", "priority", "flex"] | None = Field(
-        None, description="`priority` is the class `high`, `flex` is `batch`, all else `normal`"
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = Field(
+        None, description="`priority` and `fast` are the class `high`, `flex` is `batch`, all else `normal`"
     )
+    store: bool | None = Field(None, description="taken, not used: a job is kept for its retention in any case")
+    safety_identifier: str | None = Field(None, max_length=512, description="taken, not used")
+    parallel_tool_calls: bool | None = Field(None, description="taken, not used")
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = Field(None, description="taken, not used")
+    prompt_cache_options: dict[str, Any] | None = Field(None, description="taken, not used")
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -146,8 +153,8 @@ class GenerationRequest(BaseModel):
     @property
     def job_class(self) -> JobClass:
         """The class that `service_tier` or `priority` ask for."""
-        if self.service_tier in ("priority", "flex"):
-            return "high" if self.service_tier == "priority" else "batch"
+        if self.service_tier in ("priority", "fast", "flex"):
+            return "batch" if self.service_tier == "flex" else "high"
         return "normal" if not self.priority else "high" if self.priority < 0 else "batch"
 
 
@@ -252,14 +259,19 @@ def parse(model: type[M], data: bytes | dict[str, Any]) -> M:
     except ValidationError as error:
         raise invalid(error, _FIELDS) from None
     if isinstance(request, JobRequest):
-        _refuse(request, _REFUSED_OF_JOBS)
+        refuse(request, _REFUSED_OF_JOBS)
     elif isinstance(request, GenerationRequest):
-        _refuse(request, _REFUSED)
+        refuse(request, _REFUSED)
         _check(request)
     return request
 
 
-def _refuse(request: BaseModel, refused: dict[str, Callable[[Any], bool]]) -> None:
+def refuse(request: BaseModel, refused: dict[str, Callable[[Any], bool]]) -> None:
+    """Refuse known fields that are not served, with any value but those that ask for nothing.
+
+    Raises:
+        UnsupportedParameterError: there is one.
+    """
     for name, value in (request.model_extra or {}).items():
         accepts = refused.get(name)
         if accepts is not None and not accepts(value):

@@ -97,6 +97,12 @@ class Body(msgspec.Struct, frozen=True):
     usage: UsageBody | UnsetType | None = UNSET
     system_fingerprint: None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    service_tier: str | UnsetType = UNSET
+
+
+def tier_of(asked: str) -> Literal["default", "priority", "flex"]:
+    """The service tier that a request is served in."""
+    return "flex" if asked == "flex" else "priority" if asked in ("priority", "fast") else "default"
 
 
 def event(data: bytes, number: int | None = None) -> bytes:
