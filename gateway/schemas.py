@@ -216,6 +216,30 @@ class JobsRequest(BaseModel):
     jobs: list[dict[str, Any]] | None = Field(None, description="jobs, each as if it were submitted alone")
 
 
+class TokenizeRequest(BaseModel):
+    """`POST /tokenize`."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    model: str | None = Field(None, description="may be left out where there is one model")
+    prompt: str | None = Field(None, description="either this, or `messages`")
+    messages: list[Message] | None = Field(None, max_length=MAX_MESSAGES)
+    add_special_tokens: bool | None = Field(None, description="by default true for a prompt, false for messages")
+    add_generation_prompt: bool | None = Field(None, description="true by default")
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="only `enable_thinking` and `thinking`")
+    return_token_strs: bool | None = Field(None, description="the tokens as the vocabulary writes them, too")
+
+
+class DetokenizeRequest(BaseModel):
+    """`POST /detokenize`."""
+
+    model_config = ConfigDict(strict=True, protected_namespaces=())
+
+    model: str | None = Field(None, description="may be left out where there is one model")
+    tokens: list[int] = Field(description="token ids")
+
+
 class TokenRequest(BaseModel):
     """`POST /v1/jobs/{id}/token`."""
 
@@ -237,6 +261,8 @@ _FIELDS = frozenset(
         JobRequest,
         JobsRequest,
         TokenRequest,
+        TokenizeRequest,
+        DetokenizeRequest,
         Message,
         StreamOptions,
     )
@@ -257,7 +283,7 @@ def parse(model: type[M], data: bytes | dict[str, Any]) -> M:
         else:
             request = model.model_validate_json(data)
     except ValidationError as error:
-        raise invalid(error, _FIELDS) from None
+        raise invalid(error, _FIELDS | frozenset(model.model_fields)) from None
     if isinstance(request, JobRequest):
         refuse(request, _REFUSED_OF_JOBS)
     elif isinstance(request, GenerationRequest):

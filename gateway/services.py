@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from gateway.admission import ANONYMOUS, Caller
-from gateway.catalogue import Catalogue
+from gateway.catalogue import Catalogue, Pool
 from gateway.entrance import Entrance, Repeat
 from gateway.hub import Hub
 from gateway.idempotency import digest_of, key_of
@@ -53,6 +53,10 @@ class Services:
     loads: PoolLoads
     index: JobIndex
     tokens: StreamTokens
+
+    async def pool_of(self, model: str) -> Pool:
+        """The pool behind a model's name. Raises ModelNotFoundError, ServiceUnavailableError."""
+        return await self.catalogue.find(model)
 
     def wait_s(self, job_id: str, job_class: JobClass, *, delay_s: float = 0.0, own_tokens: int = 0) -> float | None:
         """About how many seconds until a job starts; None where nothing is known of that, or no worker lives."""
