@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from shared import keys
+from shared.jobs import Lifetime
 from shared.protocol import AdapterTargets, Card, Envelope, WorkerInfo, decode
 from tests.support.stored_adapters import put_adapter
 from tests.support.worker_harness import (
@@ -50,12 +51,12 @@ async def completed(h: Harness, envelope: Envelope, follower: Follower) -> None:
     assert (await h.result(envelope.id)).choices == expected(envelope)
 
 
-async def test_many_adapters_through_few_slots(redis_url: str, tmp_path: Path) -> None:
+async def test_many_adapters_through_few_slots(valkey_url: str, tmp_path: Path) -> None:
     identities = [put_adapter(tmp_path, seed) for seed in range(8)]
     jobs = [job(n, lane=n % LANES, adapter=[*identities, None][n % 9], max_tokens=12) for n in range(27)]
     texts = Counter(expected(envelope)[0].text for envelope in jobs)
     assert len(texts) == len(jobs)
-    async with harness(redis_url) as h:
+    async with harness(valkey_url) as h:
         for number, identity in enumerate(identities):
             await h.name_adapter(f"adapter-{number}", identity)
         worker = await h.worker(**lora(tmp_path, sim_step_ms=2, sim_adapter_load_ms=5))
@@ -68,8 +69,8 @@ async def test_many_adapters_through_few_slots(redis_url: str, tmp_path: Path) -
         assert set(info.adapters_in_memory) == set(identities)
 
 
-async def test_what_a_pool_says_of_its_adapters(redis_url: str, tmp_path: Path) -> None:
-    async with harness(redis_url) as h:
+async def test_what_a_pool_says_of_its_adapters(valkey_url: str, tmp_path: Path) -> None:
+    async with harness(valkey_url) as h:
         await h.worker(**lora(tmp_path, max_lora_rank=8))
         card = decode(await h.client.hget(keys.card(POOL), "card"), Card)
         assert card.max_lora_rank == 8
@@ -81,9 +82,9 @@ async def test_what_a_pool_says_of_its_adapters(redis_url: str, tmp_path: Path) 
         assert await other.wait() == 78
 
 
-async def test_a_first_request_of_fifty_reads_once(redis_url: str, tmp_path: Path) -> None:
+async def test_a_first_request_of_fifty_reads_once(valkey_url: str, tmp_path: Path) -> None:
     identity = put_adapter(tmp_path, 1)
-    async with harness(redis_url) as h:
+    async with harness(valkey_url) as h:
         worker = await h.worker(**lora(tmp_path, sim_adapter_load_ms=300, max_num_seqs=64))
         jobs = [job(n, lane=n % LANES, adapter=identity, max_tokens=5) for n in range(50)]
         followers = [await h.submit(envelope) for envelope in jobs]
@@ -93,9 +94,9 @@ async def test_a_first_request_of_fifty_reads_once(redis_url: str, tmp_path: Pat
         assert len(loads) == 1
 
 
-async def test_an_adapter_that_is_not_in_the_store_fails_its_jobs_alone(redis_url: str, tmp_path: Path) -> None:
+async def test_an_adapter_that_is_not_in_the_store_fails_its_jobs_alone(valkey_url: str, tmp_path: Path) -> None:
     good = put_adapter(tmp_path, 1)
-    async with harness(redis_url) as h:
+    async with harness(valkey_url) as h:
         await h.worker(**lora(tmp_path))
         lost, fine, base = job(1, adapter="0" * 32), job(2, adapter=good), job(3)
         followers = [await h.submit(envelope) for envelope in (lost, fine, base)]
@@ -107,10 +108,10 @@ async def test_an_adapter_that_is_not_in_the_store_fails_its_jobs_alone(redis_ur
         assert (frames[-1].error.status, frames[-1].error.code) == (503, "adapter_store_unavailable")
 
 
-async def test_a_pinned_one_is_in_memory_of_every_worker_before_any_request(redis_url: str, tmp_path: Path) -> None:
+async def test_a_pinned_one_is_in_memory_of_every_worker_before_any_request(valkey_url: str, tmp_path: Path) -> None:
     identities = [put_adapter(tmp_path, seed) for seed in range(4)]
     pinned = identities[0]
-    async with harness(redis_url) as h:
+    async with harness(valkey_url) as h:
         first = await h.worker(**lora(tmp_path, max_loras=1, max_cpu_loras=2, heartbeat_s=0.2))
         await h.name_adapter("sql", pinned, pinned=True)
         await entry(h, first, lambda info: info.adapters_in_memory == [pinned])
@@ -128,10 +129,10 @@ async def test_a_pinned_one_is_in_memory_of_every_worker_before_any_request(redi
 
 
 async def test_reload_and_unload_leave_running_jobs_alone_and_then_free_slot_and_memory(
-    redis_url: str, tmp_path: Path
+    valkey_url: str, tmp_path: Path
 ) -> None:
     old, new = put_adapter(tmp_path, 1), put_adapter(tmp_path, 2)
-    async with harness(redis_url) as h:
+    async with harness(valkey_url) as h:
         await h.name_adapter("sql", old)
         worker = await h.worker(**lora(tmp_path, max_loras=2))
         before = job(1, adapter=old, max_tokens=80)
@@ -151,8 +152,8 @@ async def test_reload_and_unload_leave_running_jobs_alone_and_then_free_slot_and
         await entry(h, worker, lambda info: not info.adapters and not info.adapters_in_memory)
 
 
-async def test_a_worker_that_serves_no_adapters_says_so(redis_url: str, tmp_path: Path) -> None:
-    async with harness(redis_url) as h:
+async def test_a_worker_that_serves_no_adapters_says_so(valkey_url: str, tmp_path: Path) -> None:
+    async with harness(valkey_url) as h:
         await h.worker()
         envelope = job(1, adapter="a" * 32)
         follower = await h.submit(envelope)
@@ -162,9 +163,9 @@ async def test_a_worker_that_serves_no_adapters_says_so(redis_url: str, tmp_path
         assert "enable_lora" in frames[-1].error.message
 
 
-async def test_a_store_that_lags_is_waited_for(redis_url: str, tmp_path: Path) -> None:
+async def test_a_store_that_lags_is_waited_for(valkey_url: str, tmp_path: Path) -> None:
     identity = put_adapter(tmp_path / "elsewhere", 1)
-    async with harness(redis_url) as h:
+    async with harness(valkey_url) as h:
         worker = await h.worker(**lora(tmp_path / "store"))
         envelope = job(1, adapter=identity, max_tokens=5)
         follower = await h.submit(envelope)
@@ -173,11 +174,11 @@ async def test_a_store_that_lags_is_waited_for(redis_url: str, tmp_path: Path) -
         await completed(h, envelope, follower)
 
 
-async def test_a_damaged_adapter_fails_and_its_repair_is_taken(redis_url: str, tmp_path: Path) -> None:
+async def test_a_damaged_adapter_fails_and_its_repair_is_taken(valkey_url: str, tmp_path: Path) -> None:
     identity, other = put_adapter(tmp_path, 1), put_adapter(tmp_path, 2)
     good = (tmp_path / identity / "adapter_model.safetensors").read_bytes()
     (tmp_path / identity / "adapter_model.safetensors").write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    async with harness(redis_url) as h:
+    async with harness(valkey_url) as h:
         worker = await h.worker(**lora(tmp_path))
         broken, fine = job(1, adapter=identity), job(2, adapter=other)
         followers = [await h.submit(envelope) for envelope in (broken, fine)]
@@ -198,9 +199,9 @@ async def test_a_damaged_adapter_fails_and_its_repair_is_taken(redis_url: str, t
 
 
 @pytest.mark.parametrize("state", ["running", "waiting", "loading"])
-async def test_a_killed_workers_jobs_go_on_with_the_same_content(redis_url: str, tmp_path: Path, state: str) -> None:
+async def test_a_killed_workers_jobs_go_on_with_the_same_content(valkey_url: str, tmp_path: Path, state: str) -> None:
     first_id, second_id = put_adapter(tmp_path, 1), put_adapter(tmp_path, 2)
-    async with harness(redis_url) as h:
+    async with harness(valkey_url) as h:
         settings = lora(tmp_path, max_loras=1, sim_adapter_load_ms=1000 if state == "loading" else 0)
         first = await h.worker(**settings)
         occupant = job(1, adapter=second_id, max_tokens=60, n=1)
@@ -223,9 +224,9 @@ async def test_a_killed_workers_jobs_go_on_with_the_same_content(redis_url: str,
             await completed(h, occupant, followers[occupant.id])
 
 
-async def test_a_drain_hands_jobs_of_adapters_over(redis_url: str, tmp_path: Path) -> None:
+async def test_a_drain_hands_jobs_of_adapters_over(valkey_url: str, tmp_path: Path) -> None:
     identities = [put_adapter(tmp_path, seed) for seed in range(4)]
-    async with harness(redis_url) as h:
+    async with harness(valkey_url) as h:
         first = await h.worker(**lora(tmp_path, max_loras=2, grace_s=0))
         jobs = [job(n, lane=n, adapter=identity, max_tokens=60) for n, identity in enumerate(identities)]
         followers = [await h.submit(envelope) for envelope in jobs]
@@ -238,8 +239,8 @@ async def test_a_drain_hands_jobs_of_adapters_over(redis_url: str, tmp_path: Pat
         assert second.alive
 
 
-async def test_a_worker_whose_store_is_away_still_ends_when_told_to(redis_url: str, tmp_path: Path) -> None:
-    async with harness(redis_url) as h:
+async def test_a_worker_whose_store_is_away_still_ends_when_told_to(valkey_url: str, tmp_path: Path) -> None:
+    async with harness(valkey_url) as h:
         worker = await h.worker(**lora(tmp_path, grace_s=0))
         envelope = job(1, adapter="0" * 32)
         await h.submit(envelope)
@@ -248,31 +249,36 @@ async def test_a_worker_whose_store_is_away_still_ends_when_told_to(redis_url: s
         assert await worker.wait() == 0
 
 
-async def test_cancelled_and_expired_in_each_state_leave_nothing(redis_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["cancelled", "expired"])
+async def test_a_job_that_ends_early_in_any_state_leaves_nothing(valkey_url: str, tmp_path: Path, how: str) -> None:
     identities = [put_adapter(tmp_path, seed) for seed in range(2)]
-    async with harness(redis_url) as h:
+    async with harness(valkey_url) as h:
         worker = await h.worker(**lora(tmp_path, max_loras=1))
-        running = job(1, adapter=identities[0], max_tokens=400)
-        waiting = job(2, lane=1, adapter=identities[1], max_tokens=400)
-        loading = job(3, lane=2, adapter="0" * 32, max_tokens=400)
-        followers = [await h.submit(running)]
+        running = job(1, adapter=identities[0], max_tokens=2000)
+        waiting = job(2, lane=1, adapter=identities[1], max_tokens=2000)
+        loading = job(3, lane=2, adapter="0" * 32, max_tokens=2000)
+        lifetime = Lifetime(deadline_s=6.0 if how == "expired" else 600.0)
+        followers = [await h.follow(envelope.id) for envelope in (running, waiting, loading)]
+        await h.store.submit(running, lifetime=lifetime)
         await followers[0].tokens(2)
-        followers += [await h.submit(waiting), await h.submit(loading)]
+        for envelope in (waiting, loading):
+            await h.store.submit(envelope, lifetime=lifetime)
         await entry(h, worker, lambda info: len(info.adapters_in_memory) == 2 and info.adapters_loading == ["0" * 32])
-        for envelope in (loading, waiting, running):
-            await h.store.cancel(envelope.id)
+        if how == "cancelled":
+            for envelope in (loading, waiting, running):
+                await h.store.cancel(envelope.id)
         for follower in followers:
-            assert (await follower.end())[-1].status == "cancelled"
+            assert (await follower.end())[-1].status == how
         # The worker checks its engine when it is idle; no name stands for these adapters, so nothing is kept.
         await entry(h, worker, lambda info: not info.adapters and not info.adapters_in_memory and info.running == 0)
         assert worker.alive
 
 
 async def test_one_worker_does_not_take_the_jobs_of_all_adapters_while_another_idles(
-    redis_url: str, tmp_path: Path
+    valkey_url: str, tmp_path: Path
 ) -> None:
     identities = [put_adapter(tmp_path, seed) for seed in range(12)]
-    async with harness(redis_url) as h:
+    async with harness(valkey_url) as h:
         workers = [await h.worker(**lora(tmp_path, max_loras=2)) for _ in range(2)]
         await asyncio.gather(*(entry(h, worker, lambda info: info.max_loras == 2) for worker in workers))
         # One lane has one home.

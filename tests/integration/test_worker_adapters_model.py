@@ -87,9 +87,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(tmp_path_factory.mktemp("world"))
 
 
-async def test_the_prefix_cache_keeps_adapters_and_base_apart(redis_url: str, world: World) -> None:
+async def test_the_prefix_cache_keeps_adapters_and_base_apart(valkey_url: str, world: World) -> None:
     """Also where the slot changes hands between any two of them, and where a name stands for other content."""
-    async with harness(redis_url) as h:
+    async with harness(valkey_url) as h:
         await h.worker(**world.worker(max_loras=1))
         cached = []
         for adapter in (None, "a", "b", None, "a", "b", "a"):
@@ -101,9 +101,9 @@ async def test_the_prefix_cache_keeps_adapters_and_base_apart(redis_url: str, wo
         assert len({str(world.alone(world.job(1, x, prompt=40, max_tokens=12))) for x in (None, "a", "b")}) == 3
 
 
-async def test_a_mixed_batch_with_preemption_and_several_choices(redis_url: str, world: World) -> None:
+async def test_a_mixed_batch_with_preemption_and_several_choices(valkey_url: str, world: World) -> None:
     """Jobs of a higher class take blocks and slots from the others, which go on later."""
-    async with harness(redis_url) as h:
+    async with harness(valkey_url) as h:
         await h.worker(**world.worker(num_blocks=60, max_num_seqs=12))
         names = [*ADAPTERS, None]
         low = [
@@ -123,10 +123,11 @@ async def test_a_mixed_batch_with_preemption_and_several_choices(redis_url: str,
         assert sum(result.timings.preemptions for result in results) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("meanwhile", ["reloaded", "unloaded"])
-async def test_kill_9_in_the_middle_of_a_stream(redis_url: str, world: World, meanwhile: str) -> None:
+async def test_kill_9_in_the_middle_of_a_stream(valkey_url: str, world: World, meanwhile: str) -> None:
     """The other worker goes on with the content that the job was submitted with, whatever the name has become."""
-    async with harness(redis_url) as h:
+    async with harness(valkey_url) as h:
         await h.name_adapter("sql", world.identities["a"])
         first = await h.worker(**world.worker())
         envelope = world.job(1, "a", n=2, max_tokens=150)
@@ -144,8 +145,9 @@ async def test_kill_9_in_the_middle_of_a_stream(redis_url: str, world: World, me
             await world.completed(h, each, follower)
 
 
-async def test_a_drain_in_the_middle_of_streams(redis_url: str, world: World) -> None:
-    async with harness(redis_url) as h:
+@pytest.mark.slow
+async def test_a_drain_in_the_middle_of_streams(valkey_url: str, world: World) -> None:
+    async with harness(valkey_url) as h:
         first = await h.worker(**world.worker(grace_s=0))
         jobs = [world.job(n, [*ADAPTERS, None][n % 5], lane=n % LANES, max_tokens=120) for n in range(8)]
         followers = [await h.submit(envelope) for envelope in jobs]
@@ -156,8 +158,8 @@ async def test_a_drain_in_the_middle_of_streams(redis_url: str, world: World) ->
             await world.completed(h, envelope, follower)
 
 
-async def test_what_the_settings_cannot_have_is_said_by_name(redis_url: str, world: World) -> None:
-    async with harness(redis_url) as h:
+async def test_what_the_settings_cannot_have_is_said_by_name(valkey_url: str, world: World) -> None:
+    async with harness(valkey_url) as h:
         worker = await h.worker(ready=False, **world.worker(cpu_kernels="torch"))
         line = await worker.event("no engine can be made of these settings")
         assert "enable_lora" in line["reason"]
@@ -167,8 +169,8 @@ async def test_what_the_settings_cannot_have_is_said_by_name(redis_url: str, wor
         assert "max_cpu_loras (1)" in line["reason"]
 
 
-async def test_an_adapter_that_does_not_fit_this_model_fails_alone(redis_url: str, world: World) -> None:
-    async with harness(redis_url) as h:
+async def test_an_adapter_that_does_not_fit_this_model_fails_alone(valkey_url: str, world: World) -> None:
+    async with harness(valkey_url) as h:
         await h.worker(**world.worker(max_lora_rank=4))
         wide, fine = world.job(1, "a"), world.job(2, "b")
         followers = [await h.submit(envelope) for envelope in (wide, fine)]
