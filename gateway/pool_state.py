@@ -12,7 +12,7 @@ import structlog
 
 from gateway.catalogue import WORKER_TTL_MS, Catalogue, Pool
 from gateway.load import PoolLoads
-from gateway.scaling import WorkerCapacity, needed_workers, replicas
+from gateway.scaling import LEAST, WorkerCapacity, needed_workers, replicas
 from shared.jobs import LaneLoad
 from shared.jobstore import JobStore
 from shared.keys import CLASSES
@@ -175,6 +175,6 @@ def unknown(name: str, target_s: float) -> PoolState:
         classes=dict.fromkeys(CLASSES, _NOTHING),
         drain=0.0,
         workers={"ready": 0, "busy": 0, "draining": 0},
-        needed=1.0,
+        needed=LEAST,  # one, whatever share of a worker an autoscaler aims at
         target_s=target_s,
     )
