@@ -16,9 +16,9 @@ from shared.settings import CommonSettings, GatewaySettings, TasksSettings, Work
 PATH = Path(__file__).resolve().parents[1] / "helm" / "ropeway" / "values.schema.json"
 Schema = dict[str, Any]
 
-#: Settings that the chart sets itself, from values of its own.
+#: Settings that the chart sets itself, from values of its own. Secrets are never values: they come from the auth secret.
 OWN = {
-    "gateway": {"host", "port", "api_keys", "admin_api_keys", "metrics_key", "pools", "shutdown_grace_s"},
+    "gateway": {"host", "port", "pools", "shutdown_grace_s"},
     "tasks": {"tasks_health_host", "tasks_health_port"},
     "worker": {
         "model", "pool", "device", "max_num_seqs", "grace_s", "health_host", "health_port", "cache_dir",
@@ -71,9 +71,13 @@ def settings(process: str) -> Schema:
     """The settings of a process that may be given freely."""
     found = {}
     for name, field in CLASSES[process].model_json_schema()["properties"].items():
-        if name not in OWN[process] | EVERYWHERE:
-            found[name] = {key: value for key, value in field.items() if key not in ("default", "title")}
+        if name not in OWN[process] | EVERYWHERE and not _is_secret(field):
+            found[name] = {key: value for key, value in field.items() if key not in ("default", "title", "description")}
     return obj(found)
+
+
+def _is_secret(field: Schema) -> bool:
+    return '"password"' in json.dumps(field)
 
 
 def image(*, pull: bool = True) -> Schema:
