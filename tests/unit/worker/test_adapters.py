@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from shared.adapter_store import FolderStore, StoreUnavailableError
 from shared.errors import AdapterError, EngineError, ServiceUnavailableError
 from tests.unit.worker.parts import held
 from worker.adapters import AdapterWatch, StoreSource
+from worker.metrics import WorkerMetrics
 
 A, B, C = "a" * 32, "b" * 32, "c" * 32
 
@@ -248,3 +250,29 @@ def test_a_job_without_its_content_is_never_the_base_models(identity: str | None
     job.envelope.adapter, job.envelope.adapter_identity = "sql", identity
     with pytest.raises(ValueError, match="adapter"):
         job.request()
+
+
+# --- metrics ---
+
+
+def test_metrics_of_adapters() -> None:
+    metrics = WorkerMetrics("m")
+
+    def sample(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(f"ropeway_{name}", {"model_name": "m", **labels})
+
+    first = AdapterStats(
+        slots=2, resident=[A], in_memory=[A, B], loading=[C], loads=2, load_failures=1, load_seconds=[0.5, 0.25],
+        fills=3, evictions=1, loading_requests=4, waiting_requests=5, running_requests=6,
+    )  # fmt: skip
+    metrics.engine(EngineStats(adapters=first))
+    assert [sample(f"adapter{name}") for name in ("_slots", "s_resident", "s_in_memory", "s_loading")] == [2, 1, 2, 1]
+    assert [sample(f"adapter_{name}_total") for name in ("loads", "load_failures")] == [2, 1]
+    assert [sample(f"adapter_slot_{name}_total") for name in ("fills", "evictions")] == [3, 1]
+    assert [sample("adapter_requests", state=state) for state in ("loading", "waiting", "running")] == [4, 5, 6]
+    assert (sample("adapter_load_seconds_count"), sample("adapter_load_seconds_sum")) == (2, 0.75)
+    second = replace(first, loads=3, load_seconds=[0.5, 0.25, 1.0], fills=4)
+    metrics.engine(EngineStats(adapters=second))
+    metrics.engine(EngineStats(adapters=second))
+    assert (sample("adapter_load_seconds_count"), sample("adapter_load_seconds_sum")) == (3, 1.75)
+    assert (sample("adapter_loads_total"), sample("adapter_slot_fills_total")) == (3, 4)
