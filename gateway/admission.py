@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from gateway.catalogue import Pool
 from gateway.sampling import DEFAULT_COMPLETION_TOKENS, draw_seed
 from gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from gateway.served import Served
 from shared import keys
 from shared.errors import AuthenticationError, ContextLengthExceededError, InvalidRequestError
 from shared.keys import JobId
@@ -21,6 +22,14 @@ from shared.sampling import SamplingParams
 ANONYMOUS = "default"
 #: Candidates of all prompts that one answer may hold: about 17 MB of JSON, made from 110 MB of memory.
 MAX_PROMPT_CANDIDATES = 2**18
+
+
+def bearer_token(authorization: str | None) -> bytes | None:
+    """The key of an `Authorization` header, as its bytes came; None without one."""
+    scheme, _, token = (authorization or "").partition(" ")
+    if scheme.lower() != "bearer" or not token.strip():
+        return None
+    return token.strip().encode("latin-1", "replace")
 
 
 class Keyring:
@@ -44,10 +53,9 @@ class Keyring:
         """
         if not self._keys:
             return ANONYMOUS
-        scheme, _, token = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not token.strip():
+        given = bearer_token(authorization)
+        if given is None:
             raise AuthenticationError("An API key is needed: Authorization: Bearer <key>")
-        given = token.strip().encode("latin-1", "replace")  # as header bytes came
         matches = [hmac.compare_digest(given, key) for key in self._keys]  # all of them: time must not tell which
         if not any(matches):
             raise AuthenticationError("This API key is not known")
@@ -155,7 +163,7 @@ def envelopes(
     request: GenerationRequest,
     params: SamplingParams,
     prompts: Sequence[list[int]],
-    pool: Pool,
+    served: Served,
     caller: Caller,
     options: JobOptions,
 ) -> list[Envelope]:
@@ -165,6 +173,7 @@ def envelopes(
         ContextLengthExceededError: a prompt does not fit; nothing is queued of the others either.
         InvalidRequestError: see `check_prompt_logprobs`.
     """
+    pool = served.pool
     fitted = [fit(request, params, prompt, pool) for prompt in prompts]
     check_prompt_logprobs(request, params, [prompt for prompt, _ in fitted])
     salt = cache_salt(caller, request.cache_salt)
@@ -172,7 +181,7 @@ def envelopes(
     result = []
     for prompt, max_tokens in fitted:
         lane = keys.lane_of(
-            pool.card.lanes, adapter=None, prompt_cache_key=request.prompt_cache_key, token_ids=prompt
+            pool.card.lanes, adapter=served.identity, prompt_cache_key=request.prompt_cache_key, token_ids=prompt
         )  # fmt: skip
         sampling = copy.copy(params)
         sampling.max_tokens = max_tokens
@@ -182,6 +191,8 @@ def envelopes(
                 id=str(JobId.new(pool.card.pool, lane)),
                 tenant=caller.tenant,
                 model=request.model,
+                adapter=served.adapter,
+                adapter_identity=served.identity,
                 prompt_token_ids=prompt,
                 sampling=sampling,
                 kind="chat" if isinstance(request, ChatCompletionRequest) else "completion",

@@ -12,6 +12,8 @@ import structlog
 from fastapi import FastAPI
 
 from gateway import cors, docs, errors
+from gateway.adapter_desk import AdapterDesk
+from gateway.admin import AdminKeys
 from gateway.admission import Keyring
 from gateway.catalogue import Catalogue
 from gateway.entrance import Entrance
@@ -20,17 +22,19 @@ from gateway.idempotency import Idempotency
 from gateway.limits import Limiter, PoolLimits
 from gateway.load import PoolLoads
 from gateway.metrics import GatewayMetrics
-from gateway.middleware import Authentication, BodyLimit, RequestScope
+from gateway.middleware import FORM_BYTES, Authentication, BodyLimit, RequestScope
 from gateway.pool_metrics import PoolCollector
 from gateway.pool_state import PoolStates
 from gateway.preparation import Preparer
-from gateway.routes import chat, completions, health, jobs, models, pools, responses, tokenize
+from gateway.routes import adapters, chat, completions, health, jobs, models, pools, responses, tokenize
 from gateway.schemas import MAX_DEADLINE_S, MAX_DELAY_S
+from gateway.served import Directory
 from gateway.services import Services
 from gateway.stream_tokens import StreamTokens
 from gateway.submission import Submitter
 from gateway.sweeper import Sweeper
 from gateway.tenant_queue import TenantQueues
+from shared.adapters import Adapters
 from shared.calls import AsyncClient
 from shared.connect import connect, connect_pubsub
 from shared.job_index import JobIndex
@@ -66,15 +70,17 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         lifespan=lifespan,
         redoc_url=None,
     )
-    for room in (chat, completions, responses, tokenize, models, jobs, pools, health):
+    for room in (chat, completions, responses, tokenize, models, adapters, jobs, pools, health):
         app.include_router(room.router)
     errors.install(app)
     docs.install(app)
     # The last one added is the outermost.
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(
+        BodyLimit, max_bytes=settings.max_body_bytes, max_upload_bytes=settings.max_adapter_bytes + FORM_BYTES
+    )
     app.add_middleware(
         Authentication,
-        keyring=Keyring([key.get_secret_value() for key in settings.api_keys]),
+        keyring=_keyring(settings),
         metrics_key=settings.metrics_key.get_secret_value() if settings.metrics_key else None,
     )
     app.add_middleware(RequestScope, metrics=metrics)
@@ -124,21 +130,34 @@ async def _open(settings: GatewaySettings, metrics: GatewayMetrics, stack: Async
     stack.push_async_callback(cancel_all, background)
     secret = settings.token_secret
     log.info("gateway.started", redis=mask(settings.redis_url))
+    registry = Adapters(client)
+    directory = Directory(catalogue, registry)
+    desk = AdapterDesk(registry, catalogue, settings)
+    stack.callback(desk.close)
     return Services(
         settings=settings,
         store=store,
         catalogue=catalogue,
-        preparer=Preparer(catalogue, executor, settings),
+        preparer=Preparer(directory, executor, settings),
         entrance=_entrance(client, store, loads, settings),
         hub=hub,
         pools=states,
         submitter=submitter,
         metrics=metrics,
         executor=executor,
+        directory=directory,
+        adapters=desk,
+        admins=AdminKeys(settings),
         loads=loads,
         index=JobIndex(client),
         tokens=StreamTokens(secret.get_secret_value() if secret else None, SecretStore(client)),
     )
+
+
+def _keyring(settings: GatewaySettings) -> Keyring:
+    """Where keys are asked for, those of administrators do too."""
+    keys = [*settings.api_keys, *settings.admin_api_keys] if settings.api_keys else []
+    return Keyring([key.get_secret_value() for key in keys])
 
 
 def _entrance(client: AsyncClient, store: JobStore, loads: PoolLoads, settings: GatewaySettings) -> Entrance:

@@ -85,7 +85,9 @@ async def _prepare(services: Services, caller: Caller, order: JobRequest) -> tup
             flush_ms=_flush_ms(services, order, body),
             metadata=order.metadata if order.metadata is not None else body.metadata or {},
         )
-        return await services.preparer.prepare(body, caller, options, single=True), lifetime
+    served = None if order.adapter is None else await services.directory.find_adapter(order.adapter, body.model)
+    with _inside("body"):
+        return await services.preparer.prepare(body, caller, options, single=True, served=served), lifetime
 
 
 def _lifetime(services: Services, order: JobRequest) -> Lifetime:

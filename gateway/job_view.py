@@ -30,6 +30,7 @@ class JobBody(msgspec.Struct, frozen=True, rename={"job_class": "class"}):
     id: str
     kind: Literal["chat", "completion"]
     model: str
+    adapter: str | None
     status: JobStatus
     job_class: JobClass
     created_at: int
@@ -68,6 +69,7 @@ def of_envelope(envelope: Envelope, lifetime: Lifetime, wait_s: float | None) ->
         id=envelope.id,
         kind=envelope.kind,
         model=envelope.model,
+        adapter=envelope.adapter,
         status="delayed" if lifetime.delay_s > 0 else "queued",
         job_class=envelope.job_class,
         created_at=envelope.created_ms // 1000,
@@ -85,6 +87,7 @@ def of_entry(entry: JobEntry) -> JobBody:
         id=entry.id,
         kind=entry.head.kind,
         model=entry.head.model,
+        adapter=entry.head.adapter,
         status=entry.status,
         job_class=entry.job_class,
         created_at=entry.submitted_ms // 1000,
@@ -115,6 +118,7 @@ def of_view(view: JobView, hidden: frozenset[int] = frozenset(), wait_s: float |
             id=view.id,
             kind=envelope.kind,
             model=envelope.model,
+            adapter=envelope.adapter,
             status=view.status,
             job_class=envelope.job_class,
             created_at=view.submitted_ms // 1000,

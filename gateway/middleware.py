@@ -25,6 +25,9 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/docs", "/openapi.json
 LOADS = "/v1/pools"
 _PROBES = frozenset({"/health", "/ready", "/metrics"})
 _EVENTS = re.compile(r"/v1/jobs/[^/]+/events\Z")
+#: Where files of adapters are uploaded, and what a form adds to their bytes at the most.
+UPLOADS = "/v1/adapters"
+FORM_BYTES = 1024 * 1024
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
 
 
@@ -123,20 +126,21 @@ class Authentication:
 class BodyLimit:
     """Refuses bodies over a number of bytes, before or while they are read, and compressed ones."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app, self._max = app, max_bytes
+    def __init__(self, app: ASGIApp, max_bytes: int, max_upload_bytes: int = 0) -> None:
+        self._app, self._max, self._max_upload = app, max_bytes, max_upload_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        most = self._max_upload if _is_upload(scope, headers) else self._max
         error: RopewayError | None = None
         if headers.get("content-encoding", "identity").strip().lower() not in ("identity", ""):
             error = UnsupportedMediaTypeError("Content-Encoding: compressed bodies are not taken")
         length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > self._max:
-            error = self._too_large()
+        if length.isdecimal() and int(length) > most:
+            error = _too_large(most)
         if error is not None:
             await errors.answer_of(error, str(scope.get("state", {}).get("internal_id")))(scope, receive, send)
             return
@@ -147,14 +151,21 @@ class BodyLimit:
             message = await receive()
             if message["type"] == "http.request":
                 seen += len(message.get("body", b""))
-                if seen > self._max:
-                    raise self._too_large()
+                if seen > most:
+                    raise _too_large(most)
             return message
 
         await self._app(scope, counted, send)
 
-    def _too_large(self) -> PayloadTooLargeError:
-        return PayloadTooLargeError(f"The body is larger than {self._max} bytes")
+
+def _is_upload(scope: Scope, headers: Headers) -> bool:
+    """Whether a body is written to the store as it comes, and may be larger than memory."""
+    form = headers.get("content-type", "").startswith("multipart/form-data")
+    return form and scope["method"] == "POST" and scope["path"] == UPLOADS
+
+
+def _too_large(most: int) -> PayloadTooLargeError:
+    return PayloadTooLargeError(f"The body is larger than {most} bytes")
 
 
 def _brings_token(scope: Scope) -> bool:

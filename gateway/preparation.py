@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from gateway import answers
 from gateway.admission import Caller, JobOptions, envelopes
 from gateway.answers import Shape
-from gateway.catalogue import Catalogue
 from gateway.prompts import PromptEncoder, split_prompts
 from gateway.sampling import check_choices, echoes_logprobs, echoes_only, sampling_params
 from gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from gateway.served import Directory, Served
 from shared.errors import InvalidRequestError
 from shared.protocol import Envelope
 from shared.settings import GatewaySettings
@@ -30,13 +30,23 @@ class Prepared:
 class Preparer:
     """Checks, renders and tokenizes requests. Nothing that it refuses has touched the queue."""
 
-    def __init__(self, catalogue: Catalogue, executor: Executor, settings: GatewaySettings) -> None:
-        self._catalogue, self._executor, self._settings = catalogue, executor, settings
+    def __init__(self, directory: Directory, executor: Executor, settings: GatewaySettings) -> None:
+        self._directory, self._executor, self._settings = directory, executor, settings
 
     async def prepare(
-        self, request: GenerationRequest, caller: Caller, options: JobOptions, *, single: bool = False
+        self,
+        request: GenerationRequest,
+        caller: Caller,
+        options: JobOptions,
+        *,
+        single: bool = False,
+        served: Served | None = None,
     ) -> Prepared:
-        """Envelopes of a request; `single` refuses more than one prompt.
+        """Envelopes of a request.
+
+        Args:
+            single: refuse more than one prompt.
+            served: what it is computed with, where the name of its model does not say so.
 
         Raises:
             InvalidRequestError, ModelNotFoundError: with the field at fault.
@@ -50,11 +60,12 @@ class Preparer:
                 f"prompt: {len(prompts)} prompts, at most {self._settings.max_prompts} are allowed", param="prompt"
             )
         check_choices(request, len(prompts), self._settings.max_choices)
-        pool = await self._catalogue.find(request.model)
+        served = served or await self._directory.find(request.model)
+        pool = served.pool
         params = sampling_params(request, pool.card)
         loop = asyncio.get_running_loop()
         tokens, echo = await loop.run_in_executor(self._executor, _encode, request, pool.encoder)
-        jobs = envelopes(request, params, tokens, pool, caller, options)
+        jobs = envelopes(request, params, tokens, served, caller, options)
         first = [pool.encoder.decode(job.prompt_token_ids[:1]) for job in jobs] if echoes_logprobs(request) else []
         shape = Shape(
             kind=jobs[0].kind,

@@ -72,7 +72,7 @@ _REFUSED: dict[str, Callable[[Any], bool]] = {
     "lora_request": _always,
 }
 #: The same of the jobs API's own body.
-_REFUSED_OF_JOBS: dict[str, Callable[[Any], bool]] = {"adapter": _always, "callback_url": _always}
+_REFUSED_OF_JOBS: dict[str, Callable[[Any], bool]] = {"callback_url": _always}
 
 
 class StreamOptions(BaseModel):
@@ -192,6 +192,9 @@ class JobRequest(BaseModel):
 
     kind: Literal["chat", "completion"] = Field(description="which endpoint `body` belongs to")
     body: dict[str, Any] = Field(description="the body of that endpoint, one prompt")
+    adapter: str | None = Field(
+        None, max_length=256, description="an adapter; `model` of the body must be its base model"
+    )
     job_class: Literal["high", "normal", "batch"] | None = Field(None, alias="class", description=", ".join(CLASSES))
     deadline_s: float | None = Field(
         None, gt=0, le=MAX_DEADLINE_S, allow_inf_nan=False, description="seconds until it must have ended"
@@ -206,6 +209,28 @@ class JobRequest(BaseModel):
         None, gt=0, allow_inf_nan=False, description="seconds that result and events are kept after its end"
     )
     metadata: dict[str, str] | None = Field(None, description="up to 16 pairs, echoed")
+
+
+class LoadAdapterRequest(BaseModel):
+    """`POST /v1/load_lora_adapter` and `POST /v1/adapters`."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    lora_name: str = Field(max_length=256, description="what requests write as `model`")
+    lora_path: str | None = Field(
+        None, description="a folder that the server may read, or `owner/name` or `hf:owner/name@revision` of the hub"
+    )
+    load_inplace: bool | None = Field(None, description="also where the name stands for another adapter")
+    base_model: str | None = Field(None, description="a model that serves adapters; may be left out if there is one")
+    pin: bool | None = Field(None, description="keep it in the memory of all workers")
+
+
+class UnloadAdapterRequest(BaseModel):
+    """`POST /v1/unload_lora_adapter`."""
+
+    model_config = ConfigDict(strict=True)
+
+    lora_name: str = Field(max_length=256)
 
 
 class JobsRequest(BaseModel):
@@ -263,6 +288,8 @@ _FIELDS = frozenset(
         TokenRequest,
         TokenizeRequest,
         DetokenizeRequest,
+        LoadAdapterRequest,
+        UnloadAdapterRequest,
         Message,
         StreamOptions,
     )

@@ -11,6 +11,8 @@ from typing import TypeVar
 from pydantic import BaseModel
 from starlette.requests import Request
 
+from gateway.adapter_desk import AdapterDesk
+from gateway.admin import AdminKeys
 from gateway.admission import ANONYMOUS, Caller
 from gateway.catalogue import Catalogue, Pool
 from gateway.entrance import Entrance, Repeat
@@ -21,8 +23,10 @@ from gateway.metrics import GatewayMetrics
 from gateway.pool_state import PoolStates
 from gateway.preparation import Preparer
 from gateway.schemas import parse
+from gateway.served import Directory
 from gateway.stream_tokens import StreamTokens
 from gateway.submission import Submitter
+from shared.adapter_store import AdapterStore, open_store
 from shared.job_index import JobIndex
 from shared.jobstore import JobStore
 from shared.keys import JobId
@@ -50,13 +54,16 @@ class Services:
     submitter: Submitter
     metrics: GatewayMetrics
     executor: Executor
+    directory: Directory
+    adapters: AdapterDesk
+    admins: AdminKeys
     loads: PoolLoads
     index: JobIndex
     tokens: StreamTokens
 
     async def pool_of(self, model: str) -> Pool:
         """The pool behind a model's name. Raises ModelNotFoundError, ServiceUnavailableError."""
-        return await self.catalogue.find(model)
+        return (await self.directory.find(model)).pool
 
     def wait_s(self, job_id: str, job_class: JobClass, *, delay_s: float = 0.0, own_tokens: int = 0) -> float | None:
         """About how many seconds until a job starts; None where nothing is known of that, or no worker lives."""
@@ -66,6 +73,10 @@ class Services:
             return None
         waits = self.loads.of(name).wait_s(job_class, own_tokens)
         return None if waits is None else max(delay_s, waits)
+
+    def adapter_store(self) -> AdapterStore:
+        """Where uploads go; opened anew, which costs little and may block."""
+        return open_store(self.settings.adapter_store)
 
     async def in_thread(self, call: Callable[[], T]) -> T:
         """What a call answers that would hold up every other stream for long."""

@@ -304,6 +304,7 @@ class Head(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     v: int = WIRE_VERSION
     model: str
+    adapter: str | None = None
     kind: Literal["chat", "completion"] = "completion"
     request_id: str | None = None
     metadata: dict[str, str] = {}
@@ -311,7 +312,13 @@ class Head(msgspec.Struct, kw_only=True, omit_defaults=True):
     @classmethod
     def of(cls, envelope: Envelope) -> Head:
         """The head of a job."""
-        return cls(model=envelope.model, kind=envelope.kind, request_id=envelope.request_id, metadata=envelope.metadata)
+        return cls(
+            model=envelope.model,
+            adapter=envelope.adapter,
+            kind=envelope.kind,
+            request_id=envelope.request_id,
+            metadata=envelope.metadata,
+        )
 
 
 T = TypeVar("T", Envelope, Head, Frame, Result, Card, AdapterTargets, TokenizerBundle, WorkerInfo)

@@ -93,7 +93,7 @@ class Tasks:
                 maintenance_interval=_WORKER_TTL_S,
                 log_job_description=False,
             )
-            worker.work(logging_level=None)
+            worker.work(logging_level="DEBUG" if self._settings.log_level == "debug" else "WARNING")
             if worker._shutdown_requested_date is not None:
                 self._stop.set()
         except (RopewayError, *TROUBLE) as error:

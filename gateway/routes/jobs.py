@@ -173,7 +173,7 @@ async def _shown(
     services: Services, view: JobView, status_code: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
     """The job as an answer; one with a large result is written in a thread."""
-    pool = services.catalogue.known(view.envelope.model)
+    pool = services.catalogue.known(JobId.parse(view.id).pool)
     hidden = frozenset[int]() if pool is None else pool.encoder.special_ids
     wait_s = _wait_of(services, view)
     if view.result is None or len(view.result) <= _INLINE_BYTES:

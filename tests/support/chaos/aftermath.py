@@ -64,7 +64,8 @@ async def everlasting(client: Any) -> list[str]:
     async for name in client.scan_iter("*", count=1000):
         text = name.decode()
         if (
-            text not in (keys.pools(), keys.token_secret())
+            not text.startswith("rq:")  # RQ's own, which cleans up after itself in its own time
+            and text not in (keys.pools(), keys.token_secret())
             and not text.endswith(_MAY_STAY)
             and await client.pttl(name) == -1
         ):

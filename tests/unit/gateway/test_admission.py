@@ -11,6 +11,7 @@ from gateway.catalogue import Pool
 from gateway.prompts import PromptEncoder
 from gateway.sampling import check_choices, sampling_params
 from gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from gateway.served import Served
 from shared.errors import AuthenticationError, ContextLengthExceededError, InvalidRequestError
 from shared.keys import JobId
 from shared.protocol import Envelope, WorkerInfo, decode, encode
@@ -121,7 +122,12 @@ def test_envelopes_hold_the_request(tokenizer: PromptEncoder) -> None:
     request = completion(n=2, prompt_cache_key="k", cache_salt="s")
     caller = Caller("key-1", True, "client-id", {"traceparent": "00-1"})
     made = envelopes(
-        request, sampling_params(request, pool.card), [[5], [6, 7]], pool, caller, JobOptions("high", 7, {"a": "b"})
+        request,
+        sampling_params(request, pool.card),
+        [[5], [6, 7]],
+        Served(pool),
+        caller,
+        JobOptions("high", 7, {"a": "b"}),
     )
     assert [e.prompt_token_ids for e in made] == [[5], [6, 7]]
     assert len({e.id for e in made}) == 2
@@ -134,7 +140,9 @@ def test_envelopes_hold_the_request(tokenizer: PromptEncoder) -> None:
     assert first.cost_tokens == (1 + 16) * 2
     assert decode(encode(first), Envelope) == first
     given = completion(seed=5)
-    assert envelopes(given, sampling_params(given, card()), [[5]], pool, Caller(), OPTIONS)[0].sampling.seed == 5
+    assert (
+        envelopes(given, sampling_params(given, card()), [[5]], Served(pool), Caller(), OPTIONS)[0].sampling.seed == 5
+    )
 
 
 @pytest.mark.parametrize(
@@ -154,10 +162,10 @@ def test_what_an_answer_says_of_its_prompts_is_bounded(
     asked = sampling_params(request_, pool.card)
     prompts = [[5] * 2600]
     if param is None:
-        assert len(envelopes(request_, asked, prompts, pool, Caller(), OPTIONS)) == 1
+        assert len(envelopes(request_, asked, prompts, Served(pool), Caller(), OPTIONS)) == 1
         return
     with pytest.raises(InvalidRequestError, match=f"{param}: .* 1092000 candidates") as caught:
-        envelopes(request_, asked, prompts, pool, Caller(), OPTIONS)
+        envelopes(request_, asked, prompts, Served(pool), Caller(), OPTIONS)
     assert caught.value.param == param
 
 

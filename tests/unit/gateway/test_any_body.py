@@ -14,6 +14,7 @@ from gateway.preparation import _encode
 from gateway.prompts import PromptEncoder, split_prompts
 from gateway.sampling import check_choices, sampling_params
 from gateway.schemas import _REFUSED, ChatCompletionRequest, CompletionRequest, GenerationRequest, JobRequest, parse
+from gateway.served import Served
 from shared.errors import RopewayError
 from shared.protocol import Envelope, decode, encode
 from tests.unit.gateway.support import MODEL, bundle, card
@@ -65,7 +66,9 @@ def prepare(model: type[GenerationRequest], body: bytes | dict[str, Any]) -> lis
     check_choices(request, len(prompts), 128)
     params = sampling_params(request, POOL.card)
     tokens, _ = _encode(request, POOL.encoder)
-    return envelopes(request, params, tokens, POOL, Caller(), JobOptions(request.job_class, 0, request.metadata or {}))
+    return envelopes(
+        request, params, tokens, Served(POOL), Caller(), JobOptions(request.job_class, 0, request.metadata or {})
+    )
 
 
 def check(model: type[GenerationRequest], body: dict[str, Any]) -> None:
