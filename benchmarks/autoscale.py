@@ -177,7 +177,8 @@ def _poisson(rng: random.Random, mean: float) -> int:
 class Pool:
     """The pool, second by second."""
 
-    def __init__(self, rules: Rules, figure: Figure) -> None:
+    def __init__(self, rules: Rules, figure: Figure, idle_first: bool = False) -> None:
+        self._idle_first = idle_first
         self._scaler = Autoscaler(rules, replicas=0)
         self._figure, self._load = figure, PoolLoad()
         self._queue: deque[Job] = deque()
@@ -244,8 +245,9 @@ class Pool:
         staying = [worker for worker in self._workers if worker.leaves is None]
         for _ in range(wanted - len(staying)):
             self._workers.append(Worker(now + START_S))
-        # As a ReplicaSet does: those not ready first, then the youngest.
-        for worker in sorted(staying, key=lambda w: -w.ready)[: max(0, len(staying) - wanted)]:
+        # As a ReplicaSet does: those not ready first, then the cheapest to lose if somebody says so, then the youngest.
+        order = sorted(staying, key=lambda w: (w.ready <= now, len(w.jobs) if self._idle_first else 0, -w.ready))
+        for worker in order[: max(0, len(staying) - wanted)]:
             worker.leaves = now + GRACE_S
 
     def _drain(self, now: int) -> None:
@@ -260,25 +262,36 @@ class Pool:
             self._workers.remove(worker)
 
 
-def settings() -> Iterator[tuple[str, Rules, Figure]]:
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A row of the table."""
+
+    name: str
+    rules: Rules
+    figure: Figure
+    idle_first: bool = False
+
+
+def settings() -> Iterator[Setting]:
     """Rows of the table: the chart's, then what differs from it."""
     at_once = (Policy("Percent", 100, 15),)
     hpa = replace(CHART, up=Rules(1).up, down=Rules(1).down)
-    yield "chart", CHART, needed(TARGET_S)
-    yield "target 1.0", replace(CHART, target=1.0), needed(TARGET_S)
-    yield "target 0.6", replace(CHART, target=0.6), needed(TARGET_S)
-    yield "target_s 60", CHART, needed(60)
-    yield "figure: jobs", CHART, jobs
-    yield "figure: queued jobs only", CHART, queued
-    yield "polling 30 s", replace(CHART, polling_s=30), needed(TARGET_S)
-    yield "cooldown 60 s", replace(CHART, cooldown_s=60), needed(TARGET_S)
-    yield "cooldown 3600 s", replace(CHART, cooldown_s=3600), needed(TARGET_S)
-    yield "window down 60 s", replace(CHART, down=replace(CHART.down, window_s=60)), needed(TARGET_S)
-    yield "window down 900 s", replace(CHART, down=replace(CHART.down, window_s=900)), needed(TARGET_S)
-    yield "no window, at once", replace(CHART, down=Direction(0, at_once)), needed(TARGET_S)
-    yield "policies of the HPA", hpa, needed(TARGET_S)
-    yield "at least 1", replace(CHART, min_replicas=1), needed(TARGET_S)
-    yield "always 12", replace(CHART, min_replicas=CHART.max_replicas), needed(TARGET_S)
+    yield Setting("chart", CHART, needed(TARGET_S))
+    yield Setting("target 1.0", replace(CHART, target=1.0), needed(TARGET_S))
+    yield Setting("target 0.6", replace(CHART, target=0.6), needed(TARGET_S))
+    yield Setting("target_s 60", CHART, needed(60))
+    yield Setting("figure: jobs", CHART, jobs)
+    yield Setting("figure: queued jobs only", CHART, queued)
+    yield Setting("polling 30 s", replace(CHART, polling_s=30), needed(TARGET_S))
+    yield Setting("cooldown 60 s", replace(CHART, cooldown_s=60), needed(TARGET_S))
+    yield Setting("cooldown 3600 s", replace(CHART, cooldown_s=3600), needed(TARGET_S))
+    yield Setting("window down 60 s", replace(CHART, down=replace(CHART.down, window_s=60)), needed(TARGET_S))
+    yield Setting("window down 900 s", replace(CHART, down=replace(CHART.down, window_s=900)), needed(TARGET_S))
+    yield Setting("no window, at once", replace(CHART, down=Direction(0, at_once)), needed(TARGET_S))
+    yield Setting("policies of the HPA", hpa, needed(TARGET_S))
+    yield Setting("at least 1", replace(CHART, min_replicas=1), needed(TARGET_S))
+    yield Setting("idle workers go first", CHART, needed(TARGET_S), idle_first=True)
+    yield Setting("always 12", replace(CHART, min_replicas=CHART.max_replicas), needed(TARGET_S))
 
 
 def table(rows: dict[str, dict[str, float]]) -> Table:
@@ -301,7 +314,7 @@ def main(
     """Simulate and print."""
     began = time.perf_counter()
     arrivals = traffic(0.5 if quick else days, seed)
-    rows = {name: Pool(rules, figure).run(arrivals).figures() for name, rules, figure in settings()}
+    rows = {s.name: Pool(s.rules, s.figure, s.idle_first).run(arrivals).figures() for s in settings()}
     console = Console(width=150)
     console.print(table(rows))
     count = sum(map(len, arrivals))

@@ -16,7 +16,7 @@ from shared.settings import CommonSettings, GatewaySettings, TasksSettings, Work
 PATH = Path(__file__).resolve().parents[1] / "helm" / "ropeway" / "values.schema.json"
 Schema = dict[str, Any]
 
-#: Settings that the chart sets itself, from values of its own. Secrets are never values: they come from the auth secret.
+#: Settings that the chart sets itself, from values of its own. Secrets are none: they come from the auth secret.
 OWN = {
     "gateway": {"host", "port", "pools", "shutdown_grace_s"},
     "tasks": {"tasks_health_host", "tasks_health_port"},
