@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from engine.adapters.library import AdapterLibrary
+from engine.adapters.weights import Adapter
 from engine.config import SchedulerConfig
 from engine.detokenizer import Detokenizer
 from engine.engine import Engine
@@ -31,10 +32,10 @@ from tests.support.tiny_tokenizer import EOS
 SEEDS_PER_TEST = 1_000
 CONTEXT = 32
 FAULTS: tuple[Fault, ...] = ("error", "raise", "token", "silent")
-ACTIONS = {"add": 6, "step": 9, "abort": 1, "move": 1, "spoil": 0.3, "break": 1}
+ACTIONS = {"add": 6, "step": 9, "abort": 1, "move": 1, "spoil": 0.3, "break": 1, "keep": 0.7}
 KINDS = (
     "preemptions", "hits", "copies", "scored", "aborts", "moves", "resumed", "failed", "refused", "refilled", "unread",
-    "unfit",
+    "unfit", "kept",
 )  # fmt: skip
 ADAPTERS = ("a", "b", "c", "d", "broken")
 STOP_IDS = list(range(0, EOS, 7))
@@ -65,7 +66,10 @@ class Schedule:
             max_loras=rng.randint(1, 3),
         )
         self._reads = LateExecutor()
-        self.engine = _engine(self._runner, self._config, adapters(ADAPTERS, rng.randint(1, 4), self._reads))
+        self._memory = rng.randint(1, 4)
+        self._pinned: set[str] = set()
+        self._retired: set[str] = set()
+        self.engine = _engine(self._runner, self._config, adapters(ADAPTERS, self._memory, self._reads))
         if rng.random() < 0.4:
             self._runner.unfit = {"d"}
         self._transcripts: dict[str, Transcript] = {}
@@ -83,11 +87,14 @@ class Schedule:
                 for _ in range(rng.randint(1, 4)):
                     if self.engine.has_work():
                         self._step()
+            elif action == "keep":
+                self._keep()
             elif self._live:
                 getattr(self, f"_{action}")(rng.choice(list(self._live)))
         # In every step the first in rank gets on, and only a higher class takes its place: see `Scheduler`.
         # An adapter is read in the step after it is wanted at the latest, and there is room for one at least.
-        for _ in range(3 * sum(CONTEXT * t.item.params.n for t in self._live.values() if t.item is not None)):
+        # Those that are pinned are read with no request, too.
+        for _ in range(3 * sum(CONTEXT * t.item.params.n for t in self._live.values() if t.item is not None) + 40):
             if not self.engine.has_work():
                 break
             self._step()
@@ -95,6 +102,9 @@ class Schedule:
         assert not self.engine.has_work()
         check_empty(self.engine)
         stats = self.engine.stats()
+        there = {*stats.adapters.resident, *stats.adapters.in_memory}
+        assert not there & self._retired - self._pinned, "an adapter that was to leave is still there"
+        assert len(stats.adapters.in_memory) <= self._memory
         assert stats.preemptions == self._preemptions, "a preemption is in nobody's account"
         self.seen += Counter(
             requests=len(self._transcripts),
@@ -153,6 +163,13 @@ class Schedule:
             if output.finished:
                 self._end(output.request_id)
 
+    def _keep(self) -> None:
+        """Some adapters are pinned, and others unloaded."""
+        self._pinned, self._retired = (set(self._rng.sample(ADAPTERS, self._rng.randint(0, 3))) for _ in range(2))
+        self.engine.keep_adapters(dict.fromkeys(sorted(self._pinned), ""), self._retired)
+        self.engine.check()
+        self.seen["kept"] += 1
+
     def _abort(self, name: str) -> None:
         output = self.engine.abort(name)
         self.engine.check()
@@ -200,7 +217,7 @@ class Schedule:
         self.seen["scored"] += len(transcript.prompt_logprobs)
 
 
-def _engine(runner: FaultyRunner, config: SchedulerConfig, library: AdapterLibrary) -> Engine:
+def _engine(runner: FaultyRunner, config: SchedulerConfig, library: AdapterLibrary[Adapter]) -> Engine:
     return make_engine(runner, library, **{name: getattr(config, name) for name in SchedulerConfig.__slots__})
 
 
