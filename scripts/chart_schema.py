@@ -239,11 +239,13 @@ def schema() -> Schema:
                 "enabled": FLAG,
                 "gatewayFrom": LIST,
                 "metricsFrom": LIST,
+                "kedaNamespace": NAME,
                 "redisPorts": {"type": "array", "items": whole(1, 65_535), "minItems": 1},
                 "redisTo": LIST,
                 "workerHttps": FLAG,
                 "tasksHttps": FLAG,
                 "gatewayHttps": FLAG,
+                "extraEgress": LIST,
             }
         ),
         "prometheus": obj({"serverAddress": TEXT, "serviceMonitor": monitor, "podMonitor": monitor}),

@@ -85,6 +85,7 @@ def test_an_error_never_scales_to_zero() -> None:
         {"pools": {"a": {"scaling": {"trigger": "prometheus"}}}},
         {"pools": {"a": {"scaling": {"trigger": "redis-streams"}}}},
         {"pools": {"a": {"gpu": {"count": -1}}}},
+        {"pools": {"a": {"lora": {"enabled": True}}}},
         {"pools": {"a": {"pool": "smollm2-135m-instruct"}}},
         {"redis": {"url": "http://redis"}},
         {"ingress": {"enabled": True}},
@@ -107,6 +108,25 @@ def test_a_pool_of_the_chart_can_be_left_out_and_falsy_values_win_over_defaults(
     (scaled,) = of_kind(documents, "ScaledObject")
     assert scaled["spec"]["scaleTargetRef"]["name"] == "rel-ropeway-a"
     assert scaled["spec"]["minReplicaCount"] == 0
+
+
+def test_a_chart_without_pools_is_a_gateway() -> None:
+    documents = render({"pools": {"smollm2-135m-instruct": None}})
+    assert of_kind(documents, "ScaledObject") == []
+    assert {pod.component for pod in pods(documents)} == {"gateway", "tasks", "redis", "test"}
+
+
+def test_who_may_call_the_gateway_leaves_in_those_that_have_to() -> None:
+    policy = named(rendered("everything"), "NetworkPolicy", "rw-gateway")["spec"]
+    peers = policy["ingress"][0]["from"]
+    spaces = [
+        p["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"] for p in peers if "podSelector" not in p
+    ]
+    assert spaces == ["ingress", "monitoring", "keda"]
+    (test,) = [pod for pod in pods(rendered("everything")) if pod.component == "test"]
+    own = [p["podSelector"]["matchLabels"] for p in peers if "podSelector" in p]
+    assert any(labels.items() <= test.labels.items() for labels in own)
+    assert "from" not in named(rendered("defaults"), "NetworkPolicy", "rel-ropeway-gateway")["spec"]["ingress"][0]
 
 
 def test_nobody_gets_in_without_a_key_and_nothing_is_open_by_default() -> None:

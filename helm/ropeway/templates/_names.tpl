@@ -72,6 +72,9 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- if and $scaling.enabled (eq $scaling.trigger "prometheus") (not .root.Values.prometheus.serverAddress) -}}
 {{- fail (printf "pools.%s.scaling: the trigger prometheus needs prometheus.serverAddress" .key) -}}
 {{- end -}}
+{{- if and $pool.lora.enabled (not (or .root.Values.adapterStore.url .root.Values.adapterStore.existingClaim)) -}}
+{{- fail (printf "pools.%s.lora: a store that all can read is needed, adapterStore.url or adapterStore.existingClaim" .key) -}}
+{{- end -}}
 {{- if not $pool.pool }}{{- $_ := set $pool "pool" .key -}}{{- end -}}
 {{- if not $pool.model }}{{- $_ := set $pool "model" .key -}}{{- end -}}
 {{- $pool | toYaml -}}
