@@ -68,6 +68,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         version=_version(),
         description="Message-queue-driven inference",
         lifespan=lifespan,
+        docs_url=None,
         redoc_url=None,
     )
     for room in (chat, completions, responses, tokenize, models, adapters, jobs, pools, health):
