@@ -6,7 +6,8 @@
 
 Gateways, workers and a Redis with an append-only file are processes; each of ours is behind a proxy of its own. Workers
 are killed, paused past their lease, drained, hurried, and hang; gateways are killed and drained; connections are killed
-and cut, networks fall silent; Redis is killed and starts from its file, stands still, is full; the pool is paused.
+and cut, networks fall silent; Redis is killed and starts from its file, stands still, is full; the pool is paused; names
+of adapters are given other content or taken away under running jobs, and their store cannot be read for a while.
 Clients stream, wait, follow, cancel, leave and come back. Every answer is compared with that of an undisturbed run: a
 simulated engine's is known, a model's is run.
 
@@ -44,6 +45,7 @@ def main(
     deterministic: Annotated[bool, typer.Option(help="of a model: every text must be the same again")] = False,
     dtype: Annotated[str, typer.Option(help="of a model: auto, float32 or bfloat16")] = "auto",
     clients: Annotated[int | None, typer.Option(help="orders at the same time")] = None,
+    adapters: Annotated[int, typer.Option(help="names of adapters, of the simulated engine; 0: none")] = 16,
     appendfsync: Annotated[str, typer.Option(help="of Redis: no, everysec (may lose on a busy disk) or always")] = "no",
     verbose: Annotated[bool, typer.Option(help="print each disturbance, keep the logs")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures as one flat object")] = None,
@@ -54,6 +56,7 @@ def main(
         jobs=jobs or (120 if quick else 1000),
         disturbances=disturbances if disturbances is not None else (14 if quick else 100),
         kinds=tuple(kind for kind in kinds.split(",") if kind),
+        adapters=adapters,
         appendfsync=appendfsync,
         keep_logs=verbose,
     )

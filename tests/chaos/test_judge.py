@@ -15,10 +15,12 @@ from shared.jobs import Ending
 from shared.keys import JobId
 from shared.protocol import ChoiceFrame, ChoiceResult, Envelope, Frame, Result, TokenLogprob, WorkerInfo, encode
 from tests.integration.gateway_harness import Gateway, Running, serve
+from tests.support import jobs
+from tests.support.chaos.adapters import ChaosAdapters, _Stay
 from tests.support.chaos.aftermath import leftovers
 from tests.support.chaos.clients import ChaosClient
 from tests.support.chaos.ear import Ear
-from tests.support.chaos.judge import Evidence, judge_job, judge_witness
+from tests.support.chaos.judge import Evidence, judge_adapter, judge_job, judge_witness
 from tests.support.chaos.plan import Order, Way
 from tests.support.chaos.run import Config, Report, collect, match
 from tests.support.chaos.witness import Witness
@@ -302,3 +304,37 @@ def test_the_match_rate_counts_answers_and_those_of_jobs_that_were_taken_up() ->
     figures = Report(Config(), matches=[pair for evidence in jobs for pair in match(evidence)]).figures
     assert (figures["match_rate"], figures["resumed"], figures["resumed_match_rate"]) == (0.75, 2, 0.5)
     assert not [*match(Evidence("cancelled", expected=undisturbed()))]
+
+
+# --- adapters ---
+
+
+class Stays(ChaosAdapters):
+    """A name that stood for `old` until 100 s and for `new` from then on."""
+
+    def __init__(self) -> None:
+        self._stays = {"adapter-1": [_Stay("old", 0, 100_000), _Stay("new", 100_000)], "adapter-2": [_Stay("other", 0)]}
+
+
+@pytest.mark.parametrize(
+    ("asked", "took", "identity", "at_ms", "fine"),
+    [
+        ("adapter-1", "adapter-1", "old", 50_000, True),
+        ("adapter-1", "adapter-1", "new", 150_000, True),
+        ("adapter-1", "adapter-1", "new", 50_000, False),
+        ("adapter-1", "adapter-1", "old", 150_000, False),
+        ("adapter-1", "adapter-1", "other", 50_000, False),
+        ("adapter-1", "adapter-2", "other", 50_000, False),
+        ("adapter-1", "adapter-1", None, 50_000, False),
+        ("adapter-1", None, None, 50_000, False),
+        ("sim", None, None, 50_000, True),
+        ("sim", "adapter-2", "other", 50_000, False),
+    ],
+)
+def test_a_job_of_another_adapter_or_content_than_asked_for(
+    asked: str, took: str | None, identity: str | None, at_ms: int, fine: bool
+) -> None:
+    order = Order(1, "stream", "/v1/completions", {"model": asked})
+    envelope = jobs.envelope(adapter=took, adapter_identity=identity, created_ms=at_ms)
+    found = list(judge_adapter(Witness(order), Evidence(envelope=envelope), Stays().could_be))
+    assert (found == []) == fine

@@ -316,10 +316,15 @@ class _Visit:
             return True
         await response.aread()
         self.witness.refusals += 1
-        if response.status_code not in _AGAIN:
+        if response.status_code not in _AGAIN and not self._is_unloaded(response):
             raise LostError(f"{response.request.method} {response.request.url.path}: {response.status_code} "
                             f"{response.text[:200]}")  # fmt: skip
         return False
+
+    def _is_unloaded(self, response: httpx.Response) -> bool:
+        """Whether the answer says that the order's adapter is not there: it will be again."""
+        unknown = response.status_code == 404 and response.json()["error"]["code"] == "model_not_found"
+        return unknown and self._order.adapter is not None
 
     def _url(self) -> str:
         return self._rng.choice(self._urls)

@@ -15,6 +15,7 @@ from typing import Any
 import redis
 
 from shared.keys import JobId, job
+from tests.support.chaos.adapters import ChaosAdapters
 from tests.support.chaos.ear import Ear
 from tests.support.chaos.fleet import ROOT, Fleet, Member
 from tests.support.chaos.plan import Disturbance
@@ -56,8 +57,9 @@ class Hit:
 class Weather:
     """Carries disturbances out. `client` goes straight to Redis, past every proxy."""
 
-    def __init__(self, fleet: Fleet, client: Any, ear: Ear, times: Times, pool: str) -> None:
+    def __init__(self, fleet: Fleet, client: Any, ear: Ear, times: Times, pool: str, adapters: ChaosAdapters) -> None:
         self._fleet, self._client, self._ear, self._times, self._pool = fleet, client, ear, times, pool
+        self._adapters = adapters
         self._redis_lock = asyncio.Lock()
         self._kinds: dict[str, Callable[[Disturbance], Awaitable[Hit]]] = {
             "kill_worker": self._kill_worker,
@@ -74,6 +76,9 @@ class Weather:
             "freeze_redis": self._freeze_redis,
             "fill_redis": self._fill_redis,
             "pause_pool": self._pause_pool,
+            "reload_adapter": self._reload_adapter,
+            "unload_adapter": self._unload_adapter,
+            "lose_store": self._lose_store,
         }
 
     async def strike(self, disturbance: Disturbance) -> Hit:
@@ -211,6 +216,26 @@ class Weather:
         await self._command("pool", "pause", self._pool)
         await asyncio.sleep(2 * self._times.lease_s * disturbance.seconds)
         await self._command("pool", "unpause", self._pool)
+        return hit
+
+    # Adapters
+
+    async def _reload_adapter(self, disturbance: Disturbance) -> Hit:
+        name = self._adapters.chosen(disturbance.victim)
+        hit = Hit("reload_adapter", name, time.monotonic())
+        await self._adapters.reload(name)
+        return hit
+
+    async def _unload_adapter(self, disturbance: Disturbance) -> Hit:
+        name = self._adapters.chosen(disturbance.victim)
+        hit = Hit("unload_adapter", name, time.monotonic())
+        await self._adapters.unload(name, 2 * self._times.lease_s * disturbance.seconds)
+        return hit
+
+    async def _lose_store(self, disturbance: Disturbance) -> Hit:
+        hit = Hit("lose_store", "store", time.monotonic())
+        async with self._adapters.store_away():
+            await asyncio.sleep(3 * self._times.lease_s * disturbance.seconds)
         return hit
 
     async def _command(self, *words: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
@@ -101,6 +101,23 @@ def judge_witness(witness: Witness, evidence: Evidence) -> Iterator[Fault]:
         expected = [Choice.of(choice) for choice in evidence.expected]
         if witness.answer != expected:
             yield Fault("different", job_id, f"answer: {witness.answer} in place of {expected}")
+
+
+def judge_adapter(
+    witness: Witness, evidence: Evidence, could_be: Callable[[str | None, str | None, int], bool]
+) -> Iterator[Fault]:
+    """Whether a job is computed with what the name that its client asked for stood for when it was submitted.
+
+    Args:
+        could_be: says so of a name, a content and a time in Unix milliseconds.
+    """
+    envelope = evidence.envelope
+    if envelope is None:
+        return
+    asked = witness.order.adapter
+    if envelope.adapter != asked or not could_be(asked, envelope.adapter_identity, envelope.created_ms):
+        what = f"computed with {envelope.adapter} ({envelope.adapter_identity}), asked for was {asked}"
+        yield Fault("different", envelope.id, what)
 
 
 def _judge_reading(job_id: str, reading: Reading, frames: Sequence[Frame]) -> Iterator[Fault]:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tests.support.chaos.adapters import PREFIX, name_of
+
 #: How a client gets its answer. `stream`: chunks of an OpenAI stream. `whole`: one answer. `follow`: a job and its
 #: events. `library`: the same with `ropeway.client`. `fetch`: a job, looked at until it has ended.
 Way = Literal["stream", "whole", "follow", "library", "fetch"]
@@ -29,7 +31,14 @@ WEIGHTS: Mapping[str, int] = {
     "freeze_redis": 4,
     "fill_redis": 3,
     "pause_pool": 4,
+    "reload_adapter": 8,
+    "unload_adapter": 4,
+    "lose_store": 4,
 }
+#: Those that need adapters.
+ADAPTER_KINDS = frozenset({"reload_adapter", "unload_adapter", "lose_store"})
+#: Share of orders that ask for an adapter.
+_ADAPTED = 0.4
 
 _TEXT = (
     "Why do cable cars not fall? A ropeway carries cabins over the valley while the cable never stops; guides count "
@@ -64,6 +73,12 @@ class Order:
     comes_back: bool = False
     readers: int = 1
     draw: int = 0
+
+    @property
+    def adapter(self) -> str | None:
+        """Name of the adapter that is asked for."""
+        model = str(self.sampling["model"])
+        return model if model.startswith(PREFIX) else None
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -109,6 +124,7 @@ def draw_plan(
     kinds: Sequence[str] = (),
     alone: float = 1 / 3,
     unseeded: float = 0.1,
+    adapters: int = 0,
 ) -> Plan:
     """Orders and disturbances of a seed.
 
@@ -118,10 +134,13 @@ def draw_plan(
         kinds: of disturbances; empty for all.
         alone: share of kills and drains that are timed.
         unseeded: share of orders that leave the seed to the gateway.
+        adapters: how many there are.
     """
     rng = random.Random(seed)
-    orders = [_order(random.Random(rng.getrandbits(64)), number, tokens, model, unseeded) for number in range(jobs)]
-    return Plan(orders, _disturbances(rng, jobs, disturbances, kinds or list(WEIGHTS), alone))
+    draws = [random.Random(rng.getrandbits(64)) for _ in range(jobs)]
+    orders = [_order(draw, number, tokens, model, unseeded, adapters) for number, draw in enumerate(draws)]
+    served = [kind for kind in WEIGHTS if adapters or kind not in ADAPTER_KINDS]
+    return Plan(orders, _disturbances(rng, jobs, disturbances, kinds or served, alone))
 
 
 def _disturbances(rng: random.Random, jobs: int, count: int, kinds: Sequence[str], alone: float) -> list[Disturbance]:
@@ -153,9 +172,13 @@ def _disturbances(rng: random.Random, jobs: int, count: int, kinds: Sequence[str
     ]
 
 
-def _order(rng: random.Random, number: int, tokens: tuple[int, int], model: str, unseeded: float) -> Order:
+def _order(
+    rng: random.Random, number: int, tokens: tuple[int, int], model: str, unseeded: float, adapters: int
+) -> Order:
     way = rng.choices(list(_WAYS), list(_WAYS.values()))[0]
     chat = rng.random() < 0.5
+    if adapters and rng.random() < _ADAPTED:
+        model = name_of(rng.randrange(adapters))
     body: dict[str, Any] = {"model": model, **_sampling(rng, tokens, chat, unseeded)}
     text = " ".join(rng.choices(_TEXT.split(), k=rng.choice([3, 12, 60])))
     if chat:

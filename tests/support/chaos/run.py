@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import statistics
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -19,11 +21,12 @@ from shared.jobstore import JobStore
 from shared.protocol import ChoiceResult, Envelope, Frame, Result, decode
 from shared.upkeep import Upkeep
 from tests.support.chaos import aftermath
+from tests.support.chaos.adapters import ChaosAdapters
 from tests.support.chaos.clients import READ_S, ChaosClient
 from tests.support.chaos.disturbances import Hit, Times, Weather
 from tests.support.chaos.ear import Ear
 from tests.support.chaos.fleet import Fleet
-from tests.support.chaos.judge import KINDS, Evidence, Fault, judge_job, judge_witness
+from tests.support.chaos.judge import KINDS, Evidence, Fault, judge_adapter, judge_job, judge_witness
 from tests.support.chaos.plan import Disturbance, Order, Plan, draw_plan
 from tests.support.chaos.witness import Witness
 from tests.support.worker_harness import expected
@@ -50,6 +53,7 @@ class Config:
         patience_s: longest time without anything new until a client gives up.
         alone: share of kills and drains that are timed, with nothing else wrong.
         dtype: of a model's weights and KV cache.
+        adapters: how many names of adapters there are; only with the simulated engine.
     """
 
     seed: int = 0
@@ -62,6 +66,7 @@ class Config:
     workers: int = 3
     gateways: int = 2
     clients: int = 12
+    adapters: int = 16
     tokens: tuple[int, int] = (40, 200)
     step_ms: float = 25.0
     lanes: int = 8
@@ -151,12 +156,12 @@ def plan_of(config: Config) -> Plan:
         kinds=config.kinds,
         alone=config.alone,
         unseeded=0.1 if config.engine == "sim" else 0.0,
+        adapters=config.adapters if config.engine == "sim" else 0,
     )
 
 
-async def run(config: Config, plan: Plan, reference: Reference | None = None) -> Report:
-    """Run a plan and judge it."""
-    report = Report(config)
+def _settings(config: Config, store: Path) -> tuple[dict[str, object], dict[str, object]]:
+    """Of workers and of gateways."""
     worker: dict[str, object] = {
         "engine": "sim" if config.engine == "sim" else "auto",
         "model": MODEL,
@@ -170,36 +175,59 @@ async def run(config: Config, plan: Plan, reference: Reference | None = None) ->
         "step_timeout_s": config.step_timeout_s,
         "max_attempts": _MAX_ATTEMPTS,
         "heartbeat_s": 0.5,
+        "adapter_store": str(store),
         "log_json": True,
     }
     if config.engine == "model":
         worker |= {"dtype": config.dtype, "threads": 1, "kv_cache_memory_mb": 256}
-    gateway: dict[str, object] = {"sweep_s": 2, "keepalive_s": 2, "log_json": True}
-    async with Fleet(
-        workers=config.workers,
-        gateways=config.gateways,
-        worker=worker,
-        gateway=gateway,
-        appendfsync=config.appendfsync,
-        keep_logs=config.keep_logs,
-    ) as fleet:
-        client = connect(fleet.redis.url)
-        try:
-            async with Ear(fleet.redis.url) as ear:
-                await fleet.wait_ready()
-                times = Times(config.lease_s, config.grace_s, config.step_timeout_s)
-                stage = _Stage(config, plan, fleet, Weather(fleet, client, ear, times, config.pool), ear)
-                report.began = time.monotonic()
-                witnesses = await stage.run()
-                report.seconds = time.monotonic() - report.began
-                await fleet.wait_ready()
-                report.hits = stage.hits
-                report.leftovers = await aftermath.settle(client, config.pool, config.lanes)
-                await _judge(report, client, witnesses, ear, reference or _simulated)
-        finally:
-            await client.aclose()
-        report.crashes = fleet.crashes
+    elif config.adapters:
+        # Few slots and little memory, so that both change hands all the time.
+        worker |= {"enable_lora": True, "max_loras": 3, "max_cpu_loras": 5, "sim_adapter_load_ms": 20}
+    gateway: dict[str, object] = {"sweep_s": 2, "keepalive_s": 2, "adapter_store": str(store), "log_json": True}
+    return worker, gateway
+
+
+async def run(config: Config, plan: Plan, reference: Reference | None = None) -> Report:
+    """Run a plan and judge it."""
+    report = Report(config)
+    with tempfile.TemporaryDirectory(prefix="rw-chaos-store-") as folder:
+        store = Path(folder) / "store"
+        worker, gateway = _settings(config, store)
+        async with Fleet(
+            workers=config.workers,
+            gateways=config.gateways,
+            worker=worker,
+            gateway=gateway,
+            appendfsync=config.appendfsync,
+            keep_logs=config.keep_logs,
+        ) as fleet:
+            client = connect(fleet.redis.url)
+            try:
+                async with Ear(fleet.redis.url) as ear:
+                    await _play(report, plan, fleet, client, ear, store, reference or _simulated)
+            finally:
+                await client.aclose()
+            report.crashes = fleet.crashes
     return report
+
+
+async def _play(
+    report: Report, plan: Plan, fleet: Fleet, client: Any, ear: Ear, store: Path, reference: Reference
+) -> None:
+    """From a fleet that starts to the verdict."""
+    config = report.config
+    await fleet.wait_ready()
+    adapters = ChaosAdapters(client, config.pool, store, config.adapters if config.engine == "sim" else 0, config.seed)
+    await adapters.begin()
+    times = Times(config.lease_s, config.grace_s, config.step_timeout_s)
+    stage = _Stage(config, plan, fleet, Weather(fleet, client, ear, times, config.pool, adapters), ear)
+    report.began = time.monotonic()
+    witnesses = await stage.run()
+    report.seconds = time.monotonic() - report.began
+    await fleet.wait_ready()
+    report.hits = stage.hits
+    report.leftovers = await aftermath.settle(client, config.pool, config.lanes)
+    await _judge(report, client, witnesses, ear, reference, adapters)
 
 
 async def record(config: Config, plan: Plan) -> Reference:
@@ -292,7 +320,9 @@ class _Stage:
         await asyncio.gather(*self._strikes)
 
 
-async def _judge(report: Report, client: Any, witnesses: list[Witness], ear: Ear, reference: Reference) -> None:
+async def _judge(
+    report: Report, client: Any, witnesses: list[Witness], ear: Ear, reference: Reference, adapters: ChaosAdapters
+) -> None:
     store = JobStore(client)
     by_job = {witness.job_id: witness for witness in witnesses if witness.job_id is not None}
     report.jobs = len(witnesses)
@@ -311,9 +341,11 @@ async def _judge(report: Report, client: Any, witnesses: list[Witness], ear: Ear
         report.matches += match(evidence)
         if witness is not None:
             report.faults += judge_witness(witness, evidence)
+            report.faults += judge_adapter(witness, evidence, adapters.could_be)
             if evidence.result is not None:
                 report.results[witness.order.number] = evidence.result.choices
     report.counts["jobs_in_redis"] = len(known)
+    report.counts["adapted_jobs"] = sum(e.envelope is not None and bool(e.envelope.adapter) for e in evidences.values())
     _time(report, by_job, evidences, ear)
 
 
