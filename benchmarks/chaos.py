@@ -6,8 +6,8 @@
 
 Gateways, workers and a Redis with an append-only file are processes; each of ours is behind a proxy of its own. Workers
 are killed, paused past their lease, drained, hurried, and hang; gateways are killed and drained; connections are killed
-and cut, networks fall silent; Redis is killed and starts from its file, stands still, is full; the pool is paused; names
-of adapters are given other content or taken away under running jobs, and their store cannot be read for a while.
+and cut, networks fall silent; Redis is killed and starts from its file, stands still, is full; the pool is paused;
+adapters' names are given other content or taken away under running jobs, and their store cannot be read for a while.
 Clients stream, wait, follow, cancel, leave and come back. Every answer is compared with that of an undisturbed run: a
 simulated engine's is known, a model's is run.
 
