@@ -36,6 +36,12 @@ class Failing:
         self._round()
         return LaneLoad(queued_jobs=7)
 
+    async def class_loads(self, pool: str, lanes: int) -> dict[str, LaneLoad]:
+        return {"normal": LaneLoad(queued_jobs=7)}
+
+    async def paused(self, pool: str) -> bool:
+        return False
+
     async def pools(self) -> list[str]:
         self._round()
         return []
