@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import ropeway
+from ropeway.adapters import adapters
 from ropeway.console import EXIT_USAGE, fail, fail_missing, out
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ app = typer.Typer(
 _EXTRAS = {
     "gateway": "gateway",
     "worker": "worker",
+    "tasks": "tasks",
     "serve": "demo",
     "demo": "demo",
     "config": "gateway",
@@ -127,6 +129,7 @@ def _add_unavailable(name: str, extra: str, error: ModuleNotFoundError) -> None:
     unavailable.__doc__ = f"Needs pip install 'ropeway[{extra}]'."
 
 
+app.add_typer(adapters, name="adapters")
 _add_processes()
 
 

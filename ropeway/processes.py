@@ -14,7 +14,7 @@ import typer
 from ropeway import embedded
 from ropeway.console import fail, fail_missing, out
 from ropeway.options import Given, build, with_settings
-from shared.settings import CommonSettings, GatewaySettings, WorkerSettings
+from shared.settings import CommonSettings, GatewaySettings, TasksSettings, WorkerSettings
 
 commands = typer.Typer()
 
@@ -45,15 +45,27 @@ def worker_command(given: Given) -> None:
     raise typer.Exit(run(settings))
 
 
+@commands.command("tasks")
+@with_settings(TasksSettings)
+def tasks_command(given: Given) -> None:
+    """Run background tasks: they load LoRA adapters."""
+    settings = build(TasksSettings, given)
+    try:
+        from tasks.main import run
+    except ModuleNotFoundError as error:
+        fail_missing(error, "tasks")
+    raise typer.Exit(run(settings))
+
+
 @commands.command("serve")
-@with_settings(GatewaySettings, WorkerSettings, unset={"redis_url": "embedded"})
+@with_settings(GatewaySettings, TasksSettings, WorkerSettings, unset={"redis_url": "embedded"})
 def serve_command(
     given: Given,
     data_dir: Annotated[
         Path | None, typer.Option(help="Where the embedded Redis keeps jobs; unset: the user's data folder.")
     ] = None,
 ) -> None:
-    """Run Redis, a gateway and a worker together.
+    """Run Redis, a gateway, a worker and a process for background tasks together.
 
     Without --redis (or ROPEWAY_REDIS_URL) an embedded server is started, whose jobs survive a restart.
     """
@@ -89,14 +101,18 @@ def demo_command(
 @commands.command("config")
 def config_command(
     process: Annotated[
-        Literal["gateway", "worker"] | None, typer.Argument(help="One process only.", show_default=False)
+        Literal["gateway", "tasks", "worker"] | None, typer.Argument(help="One process only.", show_default=False)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Show every setting: value, default, environment variable, meaning."""
     from ropeway.settings_table import entries, tables
 
-    classes: dict[str, type[CommonSettings]] = {"gateway": GatewaySettings, "worker": WorkerSettings}
+    classes: dict[str, type[CommonSettings]] = {
+        "gateway": GatewaySettings,
+        "tasks": TasksSettings,
+        "worker": WorkerSettings,
+    }
     found = {name: entries(cls) for name, cls in classes.items() if process in (None, name)}
     if as_json:
         plain = {name: [dataclasses.asdict(entry) for entry in rows] for name, rows in found.items()}

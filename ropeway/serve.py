@@ -1,4 +1,4 @@
-"""All in one: Redis, a gateway and a worker as child processes of one supervisor."""
+"""All in one: Redis, a gateway, a worker and background tasks as child processes of one supervisor."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from ropeway.console import err, fail, out
 from ropeway.embedded import EmbeddedRedis, EmbeddedRedisError
 from ropeway.options import Given, as_environment, build, unknown_variables
 from ropeway.supervise import ChildEndedError, InterruptedBySignalError, Spec, Supervisor
+from shared.errors import InvalidRequestError
 from shared.redis_url import mask
-from shared.settings import GatewaySettings, WorkerSettings
+from shared.settings import GatewaySettings, TasksSettings, WorkerSettings
+from shared.task_queue import tasks_url
 
 _PROBE_S = 0.1
 #: Seconds that children have to end beyond the worker's own grace period.
@@ -36,16 +38,22 @@ class Layout:
 
     gateway: GatewaySettings
     worker: WorkerSettings
+    tasks: TasksSettings
     given: Given
 
     @classmethod
     def of(cls, given: Given, redis_url: str) -> Layout:
-        """Settings of both processes; port 0 becomes a free one, since this process must know it."""
+        """Settings of all processes; port 0 becomes a free one, since this process must know it. The port of the
+        background tasks is a free one unless it is said.
+        """
         given = {**given, "redis_url": redis_url}
         gateway, worker = build(GatewaySettings, given), build(WorkerSettings, given)
         given["port"] = _listenable(gateway.host, gateway.port)
         given["health_port"] = _listenable(worker.health_host, worker.health_port)
-        return cls(build(GatewaySettings, given), build(WorkerSettings, given), given)
+        tasks = build(TasksSettings, given)
+        said = "tasks_health_port" in tasks.model_fields_set
+        given["tasks_health_port"] = _listenable(tasks.tasks_health_host, tasks.tasks_health_port if said else 0)
+        return cls(build(GatewaySettings, given), build(WorkerSettings, given), build(TasksSettings, given), given)
 
     @property
     def url(self) -> str:
@@ -58,20 +66,32 @@ class Layout:
         return AsyncClient(self.url, api_key=keys[0].get_secret_value() if keys else None)
 
     def supervisor(self, redis: EmbeddedRedis | None, output: IO[bytes] | None = None) -> Supervisor:
-        """What runs gateway and worker, and watches the embedded server."""
+        """What runs gateway, worker and background tasks, and watches the embedded server."""
         ropeway = [sys.executable, "-m", "ropeway"]
         unknown = unknown_variables(os.environ)  # said once, not again by each child
         env = {name: value for name, value in os.environ.items() if name not in unknown}
         env |= as_environment(self.given)
+        specs = [
+            Spec("gateway", [*ropeway, "gateway"], env),
+            Spec("worker", [*ropeway, "worker"], env, restart=True),
+        ]
+        if self.worker.enable_lora and self._can_load():
+            specs.append(Spec("tasks", [*ropeway, "tasks"], env, restart=True))
         return Supervisor(
-            [
-                Spec("gateway", [*ropeway, "gateway"], env),
-                Spec("worker", [*ropeway, "worker"], env, restart=True),
-            ],
+            specs,
             stop_s=self.worker.grace_s + _STOP_MARGIN_S,
             output=output,
             watched={} if redis is None else {"Redis": redis.poll},
         )
+
+    def _can_load(self) -> bool:
+        """Whether background tasks have a place; where they have none, all works but loading adapters."""
+        try:
+            tasks_url(self.tasks)
+        except InvalidRequestError as error:
+            err.print(f"ropeway: adapters cannot be loaded: {error.message}", style="yellow", soft_wrap=True)
+            return False
+        return True
 
     async def ready(self) -> None:
         """Wait until the gateway takes requests and the worker has its model."""

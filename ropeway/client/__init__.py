@@ -10,8 +10,9 @@ Errors: `APIError` for what the gateway refuses, `httpx.TransportError` where it
 
 from __future__ import annotations
 
+from ropeway.client._adapters import Adapter
 from ropeway.client._async import AsyncClient
 from ropeway.client._core import DEFAULT_URL, APIError, Event, Job
 from ropeway.client._sync import Client
 
-__all__ = ["DEFAULT_URL", "APIError", "AsyncClient", "Client", "Event", "Job"]
+__all__ = ["DEFAULT_URL", "APIError", "Adapter", "AsyncClient", "Client", "Event", "Job"]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import httpx
 
-from ropeway.client import _core
+from ropeway.client import _adapters, _core
+from ropeway.client._adapters import Adapter
 from ropeway.client._core import APIError, Event, Job, JobClass, Prompt
 
 T = TypeVar("T")
@@ -92,6 +94,41 @@ class AsyncClient:
                 if feed.ended:
                     return
         raise httpx.RemoteProtocolError("the server closed the stream before its end")
+
+    async def adapters(self) -> list[Adapter]:
+        """All LoRA adapters that the gateway knows, those too whose load failed or whose last jobs are running."""
+        return await self._run(_adapters.adapters())
+
+    async def adapter(self, name: str) -> Adapter:
+        """One LoRA adapter."""
+        return await self._run(_adapters.adapter(name))
+
+    async def load_adapter(
+        self,
+        name: str,
+        source: str | Path,
+        *,
+        base_model: str | None = None,
+        replace: bool = False,
+        pin: bool = False,
+        wait_s: float = 600.0,
+    ) -> Adapter:
+        """Load a LoRA adapter, so that requests may name it as their model. Needs an administrator's key.
+
+        Args:
+            name: of the adapter.
+            source: a `Path` is a folder on this machine, whose files are uploaded; a text is a folder that the server
+                may read, or `owner/name` or `hf:owner/name@revision` of the Hugging Face hub.
+            base_model: may be left out where one model serves adapters.
+            replace: also where the name stands for another adapter; jobs under way keep that.
+            pin: keep it in the memory of all workers.
+            wait_s: seconds to wait for the load's end; 0: it is under way when this answers.
+        """
+        return await self._run(_adapters.load_adapter(name, source, base_model, replace, pin, wait_s))
+
+    async def unload_adapter(self, name: str) -> int:
+        """Unload a LoRA adapter: at once for new jobs. Answers how many jobs go on with it."""
+        return await self._run(_adapters.unload_adapter(name))
 
     async def close(self) -> None:
         """Close the connections."""

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, Final, Literal, TypeVar
+from typing import IO, Any, Final, Literal, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -129,20 +129,32 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One HTTP request. `read_s` is how long the server may stay silent; None: as the client is set."""
+    """One HTTP request. `read_s` is how long the server may stay silent; None: as the client is set.
 
-    method: Literal["GET", "POST"]
+    With `files` the body is a form: of them, by name with a name of its own, and of `form`.
+    """
+
+    method: Literal["GET", "POST", "DELETE"]
     path: str
     json: Json | None = None
     params: Mapping[str, str] = dataclasses.field(default_factory=dict)
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     read_s: float | None = None
+    form: Mapping[str, str] | None = None
+    files: Mapping[str, tuple[str, IO[bytes]]] | None = None
 
     def request(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
         """The request, with the client's base URL, headers and time-outs."""
         timeout = http.timeout if self.read_s is None else httpx.Timeout(http.timeout.connect, read=self.read_s)
         return http.build_request(
-            self.method, self.path, json=self.json, params=self.params, headers=self.headers, timeout=timeout
+            self.method,
+            self.path,
+            json=self.json,
+            data=self.form,
+            files=self.files,
+            params=self.params,
+            headers=self.headers,
+            timeout=timeout,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,6 @@ import httpx
 import numpy as np
 import pytest
 
-from shared.adapters import Adapters
-from shared.connect import connect
 from shared.protocol import WorkerInfo
 from tests.integration.gateway_harness import Gateway, chat, completion, running, serve
 from tests.support.adapter_tasks import TARGETS, A, B, tasks, write_adapter, write_tensors
@@ -21,11 +20,21 @@ from tests.unit.gateway import support
 MODEL = support.MODEL
 
 
+@pytest.fixture(scope="module")
+def place(valkey_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One tasks process for all tests; that Redis is emptied between them is nothing to it."""
+    folder = tmp_path_factory.mktemp("adapters")
+    with tasks(valkey_server.url, folder):
+        yield folder
+
+
 @pytest.fixture
-def folder(tmp_path: Path, valkey_url: str) -> Iterator[Path]:
-    """Where adapters may be loaded from; a tasks process is there that does it."""
-    with tasks(valkey_url, tmp_path):
-        yield tmp_path
+def folder(place: Path, valkey_url: str) -> Path:
+    """Where adapters may be loaded from; empty."""
+    for path in [*(place / "roots").iterdir(), *(place / "store").glob("[0-9a-f]*"), *place.glob("*outside*")]:
+        path.unlink() if path.is_symlink() else shutil.rmtree(path)
+    (place / "roots-too").unlink(missing_ok=True)
+    return place
 
 
 @pytest.fixture
@@ -123,7 +132,7 @@ async def test_a_path_is_no_name(gateway: Gateway, path: str) -> None:
 async def test_what_is_no_name_is_not_loaded(gateway: Gateway, folder: Path, name: str) -> None:
     answer = await load(gateway, name, source(folder))
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "lora_name", answer.text
-    assert await Adapters(connect(gateway.redis_url)).records() == []
+    assert (await gateway.http.get("/v1/adapters")).json()["data"] == []
 
 
 async def test_names_that_look_alike_are_different_adapters(gateway: Gateway, folder: Path) -> None:
