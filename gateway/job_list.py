@@ -18,6 +18,8 @@ from shared.protocol import JobClass, JobStatus
 MAX_LOOKED_AT: Final = 1000
 #: Jobs that are read at once.
 _READ: Final = 100
+#: What the 48 bits of milliseconds of an id can say.
+_LATEST_S: Final = (2**48 - 1) / 1000
 _CURSOR: Final = re.compile(r"[0-9a-f]{32}\Z")
 
 
@@ -93,4 +95,4 @@ async def page(index: JobIndex, tenant: str, pools: Sequence[Pool], wanted: Filt
 
 def _moment(seconds: float) -> str:
     """The beginning of ids that were made from this moment on."""
-    return f"{max(0, min(int(seconds * 1000), 2**48 - 1)):012x}"
+    return f"{int(min(seconds, _LATEST_S) * 1000):012x}"

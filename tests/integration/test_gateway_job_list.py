@@ -92,6 +92,8 @@ async def test_filters(gateway: Gateway) -> None:
         ({"created_after": middle}, [third, second]),
         ({"created_before": middle}, [first]),
         ({"created_before": middle, "created_after": middle}, []),
+        ({"created_before": 1e308}, [third, second, first]),
+        ({"created_after": 1e308}, []),
         ({"status": "queued", "limit": 1}, [second]),
     ):
         assert ids(await listed(gateway, **params)) == [job["id"] for job in expected], params
