@@ -3,6 +3,7 @@
 #   make demo    one prompt through the whole system, with its figures
 #   make serve   Redis, gateway and worker on http://127.0.0.1:8000  (ARGS="--port 9000 ..." adds options)
 #   make test    all tests                                           (ARGS="-k sampler ..." adds pytest options)
+#   make kernels Triton's kernels: in the interpreter, with mistakes in them, compiled for each target; no GPU is needed
 #   make chaos   1,000 jobs under 100 disturbances: nothing is lost  (ARGS="--quick", "--seed 7" ...); under ten minutes
 #   make helm    the chart: lint, rendering, schemas of Kubernetes (CRDS=FILE_OR_FOLDER adds definitions of custom kinds)
 #   make docker-check, compose-check   image files and compose.yaml; neither needs an engine
@@ -16,7 +17,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test chaos helm docker-check compose-check check format venv redis deploy-tools clean
+.PHONY: help demo serve test kernels chaos helm docker-check compose-check check format venv redis deploy-tools clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -37,6 +38,10 @@ serve: venv
 
 test: venv redis deploy-tools
 	$(BIN)/python -m pytest -q $(ARGS)
+
+kernels: venv
+	$(BIN)/python -m pytest -q tests/kernels/triton --kernels $(ARGS)
+	env -u TRITON_INTERPRET $(BIN)/python -m kernels.triton.resources
 
 chaos: venv redis
 	$(BIN)/python -m benchmarks.chaos $(ARGS)

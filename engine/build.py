@@ -19,6 +19,7 @@ from engine.adapters.targets import targets
 from engine.adapters.weights import Adapter, load_adapter
 from engine.cache_folder import default_cache_dir
 from engine.config import EngineConfig, SchedulerConfig
+from engine.device_kernels import device_ops
 from engine.engine import Engine
 from engine.loading.checkpoint import Checkpoint
 from engine.loading.converted import ROWS
@@ -54,7 +55,7 @@ def build_engine(config: EngineConfig, source: AdapterSource | None = None) -> E
     torch.set_num_threads(cpu_kernels.bounded_threads(config.threads or torch.get_num_threads()))
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    if device.type == "cpu" and config.cpu_kernels != "torch":
+    if device.type == "cpu" and config.kernels == "auto" and config.cpu_kernels != "torch":
         native_build.begin(config.cache_dir or default_cache_dir())
     checkpoint = load(config.model, config.cache_dir, dtype)
     model_config = ModelConfig.from_hf(checkpoint.config)
@@ -165,7 +166,7 @@ def _cpu_computes_bfloat16() -> bool:
 
 
 def _ops(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Ops:
-    if device.type == "cpu" and cpu_kernels.use_native(config, model, dtype):
+    if device.type == "cpu" and config.kernels == "auto" and cpu_kernels.use_native(config, model, dtype):
         return ops_for(device.type, native=True)  # deterministic by themselves
     if config.deterministic:
         if config.enable_lora:
@@ -174,7 +175,7 @@ def _ops(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: 
             # Else cuBLAS takes what workspace is free, and may sum in another order for it. Read at its first use.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         proven_pieces(model.head_dim, device, torch.get_num_threads())  # now, so that it fails at load if at all
-    return ops_for(device.type, deterministic=config.deterministic)
+    return device_ops(config, model, device)
 
 
 def _context(config: EngineConfig, model: ModelConfig) -> int:

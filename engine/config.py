@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from kernels.backends import Kernels
+
 Device = Literal["auto", "cpu", "cuda"]
 CpuKernels = Literal["auto", "native", "torch"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -86,8 +88,10 @@ class EngineConfig:
         max_loras: most adapters in one batch, each in a slot on the device.
         max_lora_rank: largest rank of an adapter.
         max_cpu_loras: adapters kept in memory; None: as many as `max_loras`.
-        cpu_kernels: `native`: C++ kernels, built on first use; `torch`: torch's own; `auto`: native where they can be
-            used.
+        kernels: `auto`: those of the device, see `cpu_kernels` for a CPU; `triton`: Triton's, in its interpreter on a
+            CPU; `reference`: plain torch.
+        cpu_kernels: where `kernels` is `auto`. `native`: C++ kernels, built on first use; `torch`: torch's own; `auto`:
+            native where they can be used.
         screen_head: native kernels find greedy tokens by an 8-bit copy of the output matrix, the same tokens faster; it
             takes a byte for each weight of the matrix.
         threads: of torch and of the native kernels; None leaves torch's setting.
@@ -116,6 +120,7 @@ class EngineConfig:
     max_loras: int = 1
     max_lora_rank: int = 16
     max_cpu_loras: int | None = None
+    kernels: Kernels = "auto"
     cpu_kernels: CpuKernels = "auto"
     screen_head: bool = True
     threads: int | None = None
@@ -127,8 +132,12 @@ class EngineConfig:
             raise ValueError("model must not be empty")
         if self.block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {self.block_size}")
+        if self.kernels not in get_args(Kernels):
+            raise ValueError(f"kernels must be one of {', '.join(get_args(Kernels))}, not {self.kernels!r}")
         if self.cpu_kernels not in get_args(CpuKernels):
             raise ValueError(f"cpu_kernels must be one of {', '.join(get_args(CpuKernels))}, not {self.cpu_kernels!r}")
+        if "auto" not in (self.kernels, self.cpu_kernels):
+            raise ValueError(f"cpu_kernels {self.cpu_kernels} is for kernels auto, not for kernels {self.kernels}")
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ValueError(f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras})")
         for name, names in (("device", get_args(Device)), ("dtype", get_args(DType))):

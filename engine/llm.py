@@ -21,6 +21,7 @@ from engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, cand
 from engine.request import EngineRequest, StepOutput
 from engine.startup import start_engine
 from engine.validation import checked_prompt
+from kernels.backends import Kernels
 from shared.errors import InvalidRequestError
 from shared.sampling import SamplingParams
 
@@ -43,6 +44,7 @@ class LLM:
         max_num_batched_tokens: int = 1024,
         long_prefill_token_threshold: int | None = None,
         deterministic: bool = False,
+        kernels: Kernels = "auto",
         cpu_kernels: CpuKernels = "auto",
         screen_head: bool = True,
         enable_lora: bool = False,
@@ -76,6 +78,7 @@ class LLM:
                 max_num_batched_tokens=max_num_batched_tokens,
                 long_prefill_token_threshold=long_prefill_token_threshold,
                 deterministic=deterministic,
+                kernels=kernels,
                 cpu_kernels=cpu_kernels,
                 screen_head=screen_head,
                 enable_lora=enable_lora,

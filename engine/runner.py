@@ -20,7 +20,7 @@ from engine.sampler import Sampler, takes_argmax
 from engine.sequence import Sequence
 from kernels.blocked import BlockedLogits
 from kernels.lora import Ints, LoraPass
-from kernels.ops import Ops, is_native
+from kernels.ops import Ops, wants_groups
 from shared.errors import EngineError
 
 #: Rows of logits that are scored at once: enough for the matrix product, and a bound on memory whatever the prompt.
@@ -54,7 +54,7 @@ class ModelRunner:
         shape = (config.num_hidden_layers, num_blocks + 1, block_size, 2, config.num_key_value_heads, config.head_dim)
         self._cache = _zeros(shape, model.dtype, model.device)
         self._layout = CacheLayout(
-            block_size, num_blocks, config.num_key_value_heads, model.dtype, model.device, grouped=not is_native(ops)
+            block_size, num_blocks, config.num_key_value_heads, model.dtype, model.device, grouped=wants_groups(ops)
         )
         self._forward = ops.capture(model.forward, self._cache)
         self._adapters = adapters

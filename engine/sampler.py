@@ -15,7 +15,6 @@ from engine.request import LogprobEntry
 from engine.sequence import Sequence
 from kernels.blocked import BlockedLogits
 from kernels.ops import Ops
-from kernels.reference.sampling import uniforms
 from shared.errors import InvalidRequestError, RopewayError
 
 #: A temperature that makes the best logit larger than this is greedy; half, since it is rounded to a float32 itself.
@@ -122,7 +121,12 @@ class Sampler:
     def _draw(self, x: BlockedLogits, sequences: list[Sequence]) -> list[int]:
         """A token of each row."""
         params = [sequence.params for sequence in sequences]
-        uniform = uniforms([s.seed for s in sequences], [s.index for s in sequences], [s.output_len for s in sequences])
+        uniform = self._ops.uniforms(
+            [s.seed for s in sequences],
+            [s.index for s in sequences],
+            [s.output_len for s in sequences],
+            x.values.device,
+        )
         temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32)
         tokens, _ = self._ops.draw(
             x,
@@ -130,7 +134,7 @@ class Sampler:
             [p.top_k for p in params],
             [p.top_p for p in params],
             [p.min_p for p in params],
-            torch.from_numpy(uniform).to(x.values.device),
+            uniform,
         )
         return tokens.tolist()
 

@@ -32,6 +32,6 @@ def start_engine(config: EngineConfig, source: AdapterSource | None = None) -> E
 
 def wants_native(config: EngineConfig) -> bool:
     """Whether the native CPU kernels will be asked for, as far as that is known without torch."""
-    if config.cpu_kernels == "torch" or config.device == "cuda":
+    if config.kernels != "auto" or config.cpu_kernels == "torch" or config.device == "cuda":
         return False
     return config.device == "cpu" or not _NVIDIA.exists()

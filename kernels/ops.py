@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any, TypeVar, get_args
+
+from kernels.backends import TRITON, Kernels, has_triton, prepare_triton
+
+logger = logging.getLogger(__name__)
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
@@ -33,6 +39,7 @@ class Ops:
     embed: Callable[..., Any]
     embed_delta: Callable[..., Any]
     gated_linear: Callable[..., Any]
+    gelu_and_mul: Callable[..., Any]
     largest: Callable[..., Any]
     linear: Callable[..., Any]
     log_sum_exp: Callable[..., Any]
@@ -45,6 +52,7 @@ class Ops:
     screen: Callable[..., Any]
     silu_and_mul: Callable[..., Any]
     unembed: Callable[..., Any]
+    uniforms: Callable[..., Any]
     write_kv: Callable[..., Any]
 
 
@@ -67,25 +75,35 @@ def register(operation: str, backend: str) -> Callable[[Kernel], Kernel]:
 
 
 def implementation(operation: str, backend: str) -> Callable[..., Any] | None:
-    """What is registered, or None."""
+    """What is registered, or None; Triton's kernels are there where the package is."""
+    if backend == TRITON and not has_triton():
+        return None
     importlib.import_module(f"kernels.{backend}")
     return _table.get((operation, backend))
 
 
-def ops_for(device_type: str, *, deterministic: bool = False, native: bool = False) -> Ops:
+def ops_for(device_type: str, *, deterministic: bool = False, native: bool = False, kernels: Kernels = "auto") -> Ops:
     """The operations for a type of device.
 
     Args:
-        device_type: `cpu` or `cuda`.
+        device_type: `cpu` or `cuda`. Any other gets the references, and the log a warning.
         deterministic: a row's result is to depend on that row alone, bit for bit, by `kernels.invariant`.
         native: take what `kernels.cpu.native` has; it must have been loaded.
+        kernels: `triton` on any device, in Triton's interpreter on a CPU; `reference`: plain torch alone; `auto`: what
+            `BACKENDS` has for the device.
 
     Raises:
-        ValueError: no backend serves the device.
+        ValueError: no such choice of kernels.
+        KernelsUnavailableError: Triton is asked for and cannot be used in this process.
     """
-    backends = BACKENDS.get(device_type)
-    if backends is None:
-        raise ValueError(f"no kernels for device {device_type!r}; known: {', '.join(sorted(BACKENDS))}")
+    if kernels not in get_args(Kernels):
+        raise ValueError(f"kernels must be one of {', '.join(get_args(Kernels))}, not {kernels!r}")
+    backends: tuple[str, ...] = ("reference",)
+    if kernels == TRITON:
+        prepare_triton(device_type)
+        backends = (TRITON, "reference")
+    elif kernels == "auto":
+        backends = _of_device(device_type)
     if deterministic:
         backends = (INVARIANT, *backends)
     elif native:
@@ -93,9 +111,30 @@ def ops_for(device_type: str, *, deterministic: bool = False, native: bool = Fal
     return Ops(**{field.name: _choose(field.name, backends) for field in fields(Ops)})
 
 
+@lru_cache(maxsize=16)
+def _of_device(device_type: str) -> tuple[str, ...]:
+    """Backends for a device; a warning, once, where those are not its own."""
+    backends = BACKENDS.get(device_type, ("reference",))
+    if device_type not in BACKENDS:
+        logger.warning("no kernels for device %s: it computes by the references, in plain torch", device_type)
+    elif TRITON in backends and not has_triton():
+        logger.warning("no Triton on this %s device: it computes by the references, in plain torch", device_type)
+    return backends
+
+
 def is_native(ops: Ops) -> bool:
-    """Whether attention is the native one, which takes sequences of any sizes as one group, without a mask."""
+    """Whether attention is the native one."""
     return ops.paged_attention is _table.get(("paged_attention", NATIVE))
+
+
+def is_triton(ops: Ops) -> bool:
+    """Whether attention is Triton's."""
+    return ops.paged_attention is _table.get(("paged_attention", TRITON), False)
+
+
+def wants_groups(ops: Ops) -> bool:
+    """Whether attention wants groups of similar sizes with masks; else all sequences are one group without."""
+    return not (is_native(ops) or is_triton(ops))
 
 
 def _choose(operation: str, backends: tuple[str, ...]) -> Callable[..., Any]:

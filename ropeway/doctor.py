@@ -25,6 +25,7 @@ def findings() -> Iterator[tuple[str, str]]:
 
     from engine.build import choose_device, choose_dtype
     from engine.cache_folder import default_cache_dir
+    from kernels.backends import has_triton
     from engine.cpu_kernels import available_cpus, choose
     from shared.settings import WorkerSettings
 
@@ -35,8 +36,9 @@ def findings() -> Iterator[tuple[str, str]]:
     yield "device", f"{device}, {str(choose_dtype(settings.dtype, device)).removeprefix('torch.')}"
     yield "cpus", f"{os.cpu_count()}, of which this process may use {available_cpus()}"
     yield "threads", str(settings.threads or torch.get_num_threads())
+    yield "kernels", f"{settings.kernels}; triton {'is' if has_triton() else 'is not'} installed"
     choice = choose(settings.cpu_kernels, cache)
-    unused = "" if device.type == "cpu" else "; not used on this device"
+    unused = "" if device.type == "cpu" and settings.kernels == "auto" else "; not used here"
     yield "cpu kernels", f"{'native' if choice.native else 'torch'}: {choice.reason}{unused}"
     yield "greedy", _greedy(settings.screen_head, choice.native and device.type == "cpu")
     yield "cache", str(cache)

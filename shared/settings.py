@@ -166,6 +166,9 @@ class WorkerSettings(CommonSettings):
     max_cpu_loras: int | None = Field(
         None, ge=1, description="adapters kept in memory, pinned ones among them; unset: four times max_loras"
     )
+    kernels: Literal["auto", "triton", "reference"] = Field(
+        "auto", description="auto: the device's own; triton: on a CPU in its interpreter, for tests; reference: torch"
+    )
     cpu_kernels: Literal["auto", "native", "torch"] = Field(
         "auto", description="on a CPU; native: C++ kernels, built on first use; auto: where they can be used"
     )

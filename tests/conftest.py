@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.redis_server import RedisServer, binary
 from tests.support.redis_topology import ClusterServers, SentinelServers
+
+# Triton reads it when it is imported, which any test module may bring about: the kernels' tests need its interpreter.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 Servers = RedisServer | SentinelServers | ClusterServers
 
@@ -18,6 +22,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=["single", "sentinel", "cluster"],
         help="run every test that needs a Redis on this; else on single servers, those marked `topologies` on all",
     )
+    parser.addoption("--kernels", action="store_true", help="run also the tests that only `make kernels` runs")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--kernels"):
+        for item in items:
+            if item.get_closest_marker("kernels") is not None:
+                item.add_marker(pytest.mark.skip(reason="only with --kernels: see `make kernels`"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -68,6 +68,7 @@ def _build_model(settings: WorkerSettings) -> EngineProtocol:
             max_loras=settings.max_loras,
             max_lora_rank=settings.max_lora_rank,
             max_cpu_loras=_max_cpu_loras(settings),
+            kernels=settings.kernels,
             cpu_kernels=settings.cpu_kernels,
             screen_head=settings.screen_head,
             threads=settings.threads,

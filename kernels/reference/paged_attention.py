@@ -10,18 +10,34 @@ from kernels.ops import register
 
 
 @register("paged_attention", "reference")
-def paged_attention(query: torch.Tensor, cache: torch.Tensor, batch: AttentionBatch, scale: float) -> torch.Tensor:
+def paged_attention(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Attention of each token to its sequence's cached tokens up to itself.
+
+    The options by keyword are those of the reference and of Triton; no CPU path has them.
 
     Args:
         query: [tokens, heads, head_dim]; tokens may be strided.
         cache: [blocks, block_size, 2, kv_heads, head_dim]; this step's tokens are written already.
         batch: groups that cover every row once.
         scale: of the scores.
+        window: a token sees so many at most, itself included; None: all before it.
+        soft_cap: scores become `soft_cap * tanh(score / soft_cap)`; None: they stay.
+        scales: of a cache in float8, [2] float32; see `write_kv`.
 
     Returns:
         [tokens, heads * head_dim].
     """
+    if window is not None or soft_cap is not None or scales is not None:
+        return _attend_plainly(query, cache, batch, scale, window, soft_cap, scales)
     if len(batch.groups) == 1:
         return _attend_rows(query, cache, batch.groups[0], scale)
     parts: list[torch.Tensor] = []
@@ -60,3 +76,36 @@ def _attend(query: torch.Tensor, cache: torch.Tensor, group: AttentionGroup, sca
     value = value.reshape(batch * kv_heads, 1, group.keys, dim).expand(shape)
     result = F.scaled_dot_product_attention(rows, key, value, attn_mask=group.mask, scale=scale)
     return result.unflatten(0, (batch, kv_heads)).permute(0, 3, 1, 2, 4)
+
+
+def _attend_plainly(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    scales: torch.Tensor | None,
+) -> torch.Tensor:
+    """One sequence after the other, in float32; needs no masks of the groups."""
+    by_kind = torch.ones(2, device=cache.device) if scales is None else scales
+    results: list[torch.Tensor] = []
+    first = 0
+    for group in batch.groups:
+        tables = group.blocks.view(group.batch, -1)
+        for table, count, length in zip(tables, group.counts.tolist(), group.lengths.tolist(), strict=True):
+            kv = cache[table].flatten(0, 1)[:length].float() * by_kind.view(2, 1, 1)  # [keys, 2, kv_heads, dim]
+            rows = query.narrow(0, first, count).float()
+            keys, values = kv.repeat_interleave(query.shape[1] // kv.shape[2], 2).permute(1, 2, 0, 3)
+            score = rows.transpose(0, 1) @ keys.transpose(1, 2) * scale  # [heads, count, keys]
+            if soft_cap is not None:
+                score = soft_cap * torch.tanh(score / soft_cap)
+            position = torch.arange(length - count, length, device=query.device).unsqueeze(1)
+            key = torch.arange(length, device=query.device)
+            hidden = key > position
+            if window is not None:
+                hidden |= key <= position - window
+            weight = score.masked_fill_(hidden, float("-inf")).softmax(-1)
+            results.append((weight @ values).transpose(0, 1).reshape(count, -1).to(query.dtype))
+            first += count
+    return torch.cat(results)

@@ -53,6 +53,12 @@ def uniforms(seeds: list[int], choices: list[int], positions: list[int]) -> npt.
     return bits.astype(np.float64) * 2.0**-53
 
 
+@register("uniforms", "reference")
+def uniforms_on(seeds: list[int], choices: list[int], positions: list[int], device: torch.device) -> torch.Tensor:
+    """[rows] float64: `uniforms` on a device."""
+    return torch.from_numpy(uniforms(seeds, choices, positions)).to(device)
+
+
 @register("apply_penalties", "reference")
 def apply_penalties(
     logits: torch.Tensor,

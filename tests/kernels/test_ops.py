@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import fields
 
 import pytest
@@ -38,9 +39,13 @@ def test_deterministic_mode_takes_what_is_invariant(device: str) -> None:
     assert ops.paged_attention is not plain.paged_attention
 
 
-def test_unknown_device_is_refused() -> None:
-    with pytest.raises(ValueError, match="no kernels for device 'tpu'"):
-        ops_for("tpu")
+def test_an_unknown_device_gets_the_references_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = [ops_for("tpu") for _ in range(2)]
+    assert found[0] == found[1] == ops_for("cpu", kernels="reference")
+    assert [record.message for record in caplog.records] == [
+        "no kernels for device tpu: it computes by the references, in plain torch"
+    ]
 
 
 def test_unknown_operation_and_second_implementation_are_refused() -> None:
