@@ -9,6 +9,7 @@
 #   make docker-check, compose-check   image files and compose.yaml; neither needs an engine
 #   make check   lint, format, types, import rules
 #   make format  fix what lint and format can fix
+#   make wheel   a wheel with the CPU kernels built for the usual CPUs, in dist/
 #   make venv    only the environment in .venv
 #   make clean   remove the environment and caches
 #
@@ -17,7 +18,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test kernels chaos helm docker-check compose-check check format venv redis deploy-tools clean
+.PHONY: help demo serve test kernels chaos helm docker-check compose-check check format wheel venv redis deploy-tools clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -68,6 +69,9 @@ check: venv
 format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+wheel: venv
+	$(BIN)/python scripts/wheel.py
 
 venv: $(STAMP)
 

@@ -1,4 +1,4 @@
-"""Builds the library with the system's compiler, once per source, compiler and CPU, into a folder of the user's.
+"""Finds the library in the package, or builds it with the system's compiler, once per source, compiler and CPU.
 
 Imports no torch, so that the compiler can be at work while torch is being imported.
 """
@@ -15,18 +15,20 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+
+from kernels import native_prebuilt
+from kernels.native_prebuilt import digest_of, sources_digest
 
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "cpu" / "native" / "src"
-#: GCC's own AVX-512 headers look uninitialised to it.
-FLAGS = (
+#: For whatever CPU. GCC's own AVX-512 headers look uninitialised to it.
+BASE_FLAGS = (
     "-std=c++20",
     "-O3",
-    "-march=native",
     "-fPIC",
     "-pthread",
     "-Wall",
@@ -34,6 +36,8 @@ FLAGS = (
     "-Wno-uninitialized",
     "-Wno-maybe-uninitialized",
 )
+#: For the CPU that compiles.
+FLAGS = (*BASE_FLAGS, "-march=native")
 COMPILERS = ("c++", "g++", "clang++")
 
 _COMPILE_S = 300.0
@@ -84,13 +88,15 @@ def built(cache_dir: Path) -> tuple[Path, str]:
 
 
 def build(cache_dir: Path) -> tuple[Path, str]:
-    """The library, built if it is not in the cache yet, and its key.
+    """The library and its key: one that came with the package, else one in the cache, built if it is not there yet.
 
     A cache that cannot be written costs a build at each start, in a temporary folder which is left to the system.
 
     Raises:
         NativeUnavailableError: there is no compiler, or it fails.
     """
+    if (shipped := native_prebuilt.find(SOURCES)) is not None:
+        return shipped
     path = compiler()
     key = _key(path)
     folder = cache_dir / "kernels" / key
@@ -113,7 +119,7 @@ def intact(folder: Path) -> bool:
         status = library.stat()
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:
             return False
-        return _digest(library) == (folder / "sha256").read_text("ascii")
+        return digest_of(library) == (folder / "sha256").read_text("ascii")
     except (OSError, UnicodeDecodeError):
         return False
 
@@ -131,28 +137,35 @@ def _compile(path: str, key: str, folder: Path) -> None:
     """Build into the folder; both files come to their names by renames, the digest last."""
     with tempfile.TemporaryDirectory(dir=folder) as name:
         partial = Path(name) / _NAME
-        command = [path, *FLAGS, f'-DROPEWAY_KEY="{key}"', "-shared", "-o", str(partial), str(SOURCES / "kernels.cpp")]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_S, check=False)
-        except subprocess.TimeoutExpired as error:
-            raise NativeUnavailableError(f"{path} did not end within {_COMPILE_S:g} s") from error
-        if done.returncode != 0:
-            logger.debug("%s", done.stderr)
-            lines = done.stderr.strip().splitlines() or ["no message"]
-            said = next((line for line in lines if "error:" in line), lines[-1])
-            raise NativeUnavailableError(f"{path} failed with {done.returncode}: {said}")
+        compile_library(path, FLAGS, key, partial)
         partial.chmod(0o700)
         digest = Path(name) / "sha256"
-        digest.write_text(_digest(partial), "ascii")
+        digest.write_text(digest_of(partial), "ascii")
         partial.replace(folder / _NAME)
         digest.replace(folder / "sha256")
 
 
+def compile_library(path: str, flags: Sequence[str], key: str, target: Path) -> None:
+    """Compile the sources into a library that answers with the key.
+
+    Raises:
+        NativeUnavailableError: the compiler at `path` fails.
+    """
+    command = [path, *flags, f'-DROPEWAY_KEY="{key}"', "-shared", "-o", str(target), str(SOURCES / "kernels.cpp")]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise NativeUnavailableError(f"{path} did not end within {_COMPILE_S:g} s") from error
+    if done.returncode != 0:
+        logger.debug("%s", done.stderr)
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        said = next((line for line in lines if "error:" in line), lines[-1])
+        raise NativeUnavailableError(f"{path} failed with {done.returncode}: {said}")
+
+
 def _key(path: str) -> str:
     """Of all that decides the library's code."""
-    total = hashlib.sha256()
-    for source in sorted(SOURCES.iterdir()):
-        total.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    total = hashlib.sha256(sources_digest(SOURCES).encode())
     try:
         version = subprocess.run([path, "--version"], capture_output=True, timeout=30.0, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
@@ -170,11 +183,6 @@ def _cpu_flags() -> str:
     except OSError:
         return platform.processor()
     return "\n".join(line for line in first.splitlines() if line.partition("\t")[0].strip().lower() in wanted)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
