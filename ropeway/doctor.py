@@ -25,8 +25,8 @@ def findings() -> Iterator[tuple[str, str]]:
 
     from engine.build import choose_device, choose_dtype
     from engine.cache_folder import default_cache_dir
-    from kernels.backends import has_triton
     from engine.cpu_kernels import available_cpus, choose
+    from kernels.backends import has_triton
     from shared.settings import WorkerSettings
 
     settings = WorkerSettings()
