@@ -220,8 +220,9 @@ class Scheduler:
         weaker = outranked(self._running, sequence.priority) if slots.can_claim(identity) else []
         for victim in weaker:
             self._preempt(victim)
-        if weaker or sequence.preemptions or sequence.bypassed >= self.config.max_bypasses:
-            slots.claim(identity)
+        urgent = bool(weaker or sequence.preemptions)
+        if urgent or sequence.bypassed >= self.config.max_bypasses:
+            slots.claim(identity, at_once=urgent)
         return slots.available(identity)
 
     def _budget(self, sequence: Sequence) -> int:

@@ -1,8 +1,10 @@
 """Which adapters are on the device, and whose turn it is. Policy only: no torch.
 
 A slot holds one adapter and is pinned while sequences use it. Where all are pinned, an adapter whose sequences have
-waited long enough claims one: from then on no new sequence of the adapter in it is admitted, so it empties and changes
-hands. Claims are made anew for each step, from those that wait then.
+waited long enough claims one. A claimed slot still takes sequences of the adapter in it until the first of those that
+use it has ended, since it would not be empty before either, and each visit of an adapter costs a slot about the length
+of a sequence however many share it. From then on none is admitted, so the slot empties and changes hands. Claims are
+made anew for each step, from those that wait then.
 """
 
 from __future__ import annotations
@@ -15,12 +17,22 @@ from engine.sequence import Sequence
 
 @dataclass(slots=True)
 class _Slot:
-    """`users` are running sequences; `used_at` is the turn of the last admission, 0 for never."""
+    """What a slot holds, and for whom.
+
+    Attributes:
+        users: running sequences.
+        used_at: turn of the last admission, 0 for never.
+        ended: whether a sequence of those that used it since it was last empty is over.
+        claimed_by: the adapter that is to have it next.
+        closed: whether the claim lets no more sequences in.
+    """
 
     identity: str | None = None
     users: int = 0
     used_at: int = 0
+    ended: bool = False
     claimed_by: str | None = None
+    closed: bool = False
 
 
 class AdapterSlots:
@@ -49,13 +61,13 @@ class AdapterSlots:
     def begin(self) -> None:
         """A new step: claims are made again by those that still wait."""
         for slot in self._slots:
-            slot.claimed_by = None
+            slot.claimed_by, slot.closed = None, False
 
     def available(self, identity: str) -> bool:
         """Whether a sequence of the adapter could be admitted now."""
         for slot in self._slots:
             if slot.identity == identity:
-                return slot.claimed_by in (None, identity)
+                return slot.claimed_by in (None, identity) or not slot.closed
         return self._in_memory(identity) and self._place(identity) is not None
 
     def acquire(self, identity: str) -> int:
@@ -69,6 +81,8 @@ class AdapterSlots:
             self._slots[index].identity = identity
             self._fills[index] = identity
         slot = self._slots[index]
+        if not slot.users:
+            slot.ended = False
         slot.users, slot.used_at = slot.users + 1, self._turn
         return index
 
@@ -77,19 +91,24 @@ class AdapterSlots:
         slot = self._slots[self.resident[identity]]
         if slot.users < 1:
             raise RuntimeError(f"adapter {identity} is released more often than acquired")
-        slot.users -= 1
+        slot.users, slot.ended = slot.users - 1, True
 
     def can_claim(self, identity: str) -> bool:
         """Whether nothing but a slot is missing."""
         return identity not in self.resident and self._in_memory(identity)
 
-    def claim(self, identity: str) -> None:
-        """Its sequences have waited long enough: the slot that will be empty first is its own when it is."""
+    def claim(self, identity: str, *, at_once: bool = False) -> None:
+        """Its sequences have waited long enough: the slot that will be empty first is its own when it is.
+
+        Args:
+            at_once: let no more sequences into that slot, even if none has ended yet.
+        """
         if not self.can_claim(identity):
             return
         free = [slot for slot in self._slots if slot.claimed_by is None]
         if free and all(slot.claimed_by != identity for slot in self._slots):
-            min(free, key=lambda slot: (slot.users, slot.used_at)).claimed_by = identity
+            slot = min(free, key=lambda slot: (slot.users, slot.used_at))
+            slot.claimed_by, slot.closed = identity, at_once or slot.ended or not slot.users
 
     def evict(self, identity: str) -> bool:
         """Take an adapter that nobody uses off the device; False while somebody does."""

@@ -75,7 +75,7 @@ def test_a_claimed_slot_takes_no_new_sequence_and_changes_hands_when_it_is_empty
     for name in "aabbb":
         s.acquire(name)
     s.begin()
-    s.claim("c")  # the slot of a has the fewest
+    s.claim("c", at_once=True)  # the slot of a has the fewest
     assert not s.available("a")
     assert s.available("b")
     assert not s.available("c")
@@ -90,12 +90,42 @@ def test_a_claimed_slot_takes_no_new_sequence_and_changes_hands_when_it_is_empty
     assert s.available("a")
 
 
+def test_a_claimed_slot_takes_its_adapter_s_sequences_until_the_first_of_them_has_ended() -> None:
+    s = slots(1)
+    s.acquire("a")
+    for _ in range(3):
+        s.begin()
+        s.claim("b")
+        assert s.available("a")
+        s.acquire("a")
+    s.release("a")
+    s.begin()
+    s.claim("b")
+    assert not s.available("a")
+    for _ in range(3):
+        s.release("a")
+    assert s.available("b")
+    assert not s.available("a")
+    s.acquire("b")
+    s.begin()
+    s.claim("a")
+    assert s.available("b")  # nothing of this visit has ended
+
+
+def test_an_empty_slot_that_is_claimed_is_for_nobody_else() -> None:
+    s = slots(1)
+    use(s, "a")
+    s.claim("b")
+    assert not s.available("a")
+    assert s.available("b")
+
+
 def test_two_claims_take_two_slots_and_a_third_none() -> None:
     s = slots(2)
     for name in "ab":
         s.acquire(name)
     for name in "ccde":
-        s.claim(name)
+        s.claim(name, at_once=True)
     assert not any(map(s.available, "abcde"))
     s.release("a")
     assert [name for name in "abcde" if s.available(name)] == ["c"]
@@ -106,7 +136,7 @@ def test_two_claims_take_two_slots_and_a_third_none() -> None:
 def test_claims_last_for_a_step() -> None:
     s = slots(1)
     s.acquire("a")
-    s.claim("b")
+    s.claim("b", at_once=True)
     assert not s.available("a")
     s.begin()
     assert s.available("a")

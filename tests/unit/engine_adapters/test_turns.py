@@ -89,6 +89,30 @@ def test_every_adapter_of_a_steady_mix_goes_on() -> None:
     assert min(counts.values()) > 0.5 * max(counts.values()), counts
 
 
+@pytest.mark.parametrize("flood", [1, 4])
+def test_a_rare_adapter_waits_for_two_sequences_at_most_behind_a_flood(flood: int) -> None:
+    crowd = Crowd(max_loras=1, max_num_seqs=8)
+    for index in range(6):
+        crowd.add("a", tokens=6 + index)
+    crowd.step()
+    wanted = crowd.add("b", tokens=2)
+    for _ in range(30):  # 11 for those that run, 11 for the last that joins them, and some to count and to prefill
+        for index in range(flood):
+            crowd.add("a", tokens=6 + index)
+        crowd.step()
+    assert wanted in crowd.ended
+
+
+def test_all_that_wait_for_an_adapter_share_one_visit_to_a_slot() -> None:
+    crowd = Crowd(max_loras=2, max_num_seqs=64)
+    for turn in range(8):
+        for adapter in "abcd":
+            crowd.add(adapter, tokens=10 + turn % 2)
+    while crowd.engine.has_work():
+        crowd.step()
+    assert sorted(adapter for _, adapter in crowd.runner.fills) == list("abcd")
+
+
 def test_a_higher_class_takes_a_slot_from_a_lower_one() -> None:
     crowd = Crowd(max_loras=1, max_bypasses=1000)
     low = [crowd.add("a", tokens=40, priority=2) for _ in range(2)]
