@@ -12,6 +12,7 @@ import pytest
 from shared.errors import JobNotFoundError
 from shared.protocol import ErrorInfo
 from tests.integration.gateway_harness import Gateway, Running, serve
+from tests.support.redis_topology import raw_client
 from tests.unit.gateway import support
 
 
@@ -376,3 +377,24 @@ async def test_what_asks_for_nothing_is_taken(gateway: Gateway) -> None:
     assert (got["service_tier"], got["parallel_tool_calls"]) == ("flex", False)
     plain = body() | {"text": {"format": {"type": "text"}, "verbosity": "medium"}, "background": True}
     assert (await gateway.http.post("/v1/responses", json=plain)).json()["text"] == {"format": {"type": "text"}}
+
+
+async def test_no_text_of_a_response_is_in_a_log_nor_in_redis_where_it_is_not_to_be_stored(
+    gateway: Gateway, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for more in ({"store": False}, {"store": False, "instructions": "sesame rule"}):
+        await create(gateway, "sesame answer", text="sesame prompt", metadata={"k": "v"}, **more)
+    client = await raw_client(gateway.redis_url)
+    seen = b""
+    async for key in client.scan_iter("*"):
+        seen += await client.dump(key) or b""
+    await client.aclose()
+    assert b"sesame" not in seen
+    first = await create(gateway, "sesame answer", text="sesame prompt")
+    await create(gateway, "sesame answer", text="sesame again", previous_response_id=first["id"])
+    await gateway.http.post("/v1/responses", json=body("sesame", temperature="sesame"))
+    await gateway.http.post("/tokenize", json={"prompt": "sesame", "model": "sesame"})
+    await gateway.http.get("/v1/jobs?after=sesame&model=sesame&status=sesame")
+    written = capfd.readouterr()
+    assert "http.request" in written.out + written.err
+    assert "sesame" not in written.out + written.err

@@ -59,6 +59,17 @@ def test_a_chat_with_every_field_that_is_served(client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
+def test_log_probabilities_are_finite_where_few_tokens_are_allowed(client: openai.OpenAI) -> None:
+    for more in ({"extra_body": {"top_k": 1}}, {"logit_bias": {str(i): -100 for i in range(20)}}):
+        answer = client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, max_tokens=8, logprobs=True, top_logprobs=20, **more
+        )
+        assert answer.choices[0].logprobs is not None
+        for entry in answer.choices[0].logprobs.content or []:
+            assert len(entry.top_logprobs) == 20
+            assert all(-9999 <= value.logprob <= 0 for value in (entry, *entry.top_logprobs))
+
+
 def test_a_chat_stream_with_usage(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
         model=MODEL, messages=MESSAGES, stream=True, stream_options={"include_usage": True}, max_tokens=64
