@@ -54,11 +54,19 @@ def fetch_folder(where: str, roots: Sequence[Path], target: Path, max_bytes: int
         for name in FILES:
             with _opened(folder / name, allowed) as stream:
                 _copy(stream, target / name, _limit(name, max_bytes))
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links that go round in a circle
-        if isinstance(error, AdapterError):
-            raise
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it cannot be read"
-        raise SourceUnavailableError(f"lora_path: {reason}") from error
+    except AdapterError:
+        raise
+    except (FileNotFoundError, NotADirectoryError) as error:
+        name = Path(str(error.filename)).name
+        raise AdapterError(
+            f"{name}: there is no such file in the adapter's folder"
+            if name in FILES
+            else "lora_path: there is no such folder"
+        ) from None
+    except (PermissionError, ValueError, RuntimeError):  # RuntimeError: links that go round in a circle
+        raise AdapterError("lora_path: it cannot be read") from None
+    except OSError as error:
+        raise SourceUnavailableError(f"lora_path: {error.strerror or 'it cannot be read'}") from error
 
 
 def fetch_hub(repo: str, revision: str | None, scratch: Path, target: Path, max_bytes: int) -> str:

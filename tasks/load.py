@@ -20,6 +20,7 @@ from shared.lora.files import content_identity
 from shared.lora.source import parse_source
 from shared.protocol import AdapterTargets
 from shared.settings import TasksSettings
+from shared.tasks import cancel_all
 from tasks.fetch import fetch
 
 _log = structlog.stdlib.get_logger("tasks.load")
@@ -61,10 +62,14 @@ async def load(
         if record is None or pending is None or pending.version != version:
             _log.info("load was overtaken", adapter=name, version=version)
             return
-        async with _alive(adapters, name, version):
+        async with asyncio.timeout(settings.adapter_load_timeout_s), _alive(adapters, name, version):
             content = await _content(name, record.pool, pending, adapters, store, settings)
             if await adapters.finish(name, version, content, time.time_ns() // 1_000_000):
                 _log.info("adapter loaded", adapter=name, version=version, identity=content.identity)
+    except TimeoutError:
+        _log.warning("load took too long", adapter=name, version=version)
+        most = f"{settings.adapter_load_timeout_s} s (adapter_load_timeout_s)"
+        await _failed(adapters, name, version, f"the load took longer than {most}")
     except ServiceUnavailableError as error:
         _log.warning("load failed for now", adapter=name, version=version, error=error.message, last=last)
         if not last:
@@ -125,19 +130,18 @@ async def _alive(adapters: Adapters, name: str, version: int) -> AsyncIterator[N
 
     async def beat() -> None:
         while True:
+            await asyncio.sleep(_BEAT_S)
             try:
                 await adapters.loading(name, version, LEASE_S)
             except RopewayError as error:  # the next one may get through
                 _log.warning("no sign of life", adapter=name, error=error.message)
-            await asyncio.sleep(_BEAT_S)
 
     await adapters.loading(name, version, LEASE_S)
     task = asyncio.create_task(beat())
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancel_all([task])
 
 
 async def _failed(adapters: Adapters, name: str, version: int, why: str) -> None:

@@ -17,6 +17,7 @@ from rq.exceptions import NoSuchJobError
 from rq.job import Job
 
 from tasks.jobs import ALLOWED
+from tasks.load import TryAgainError
 
 _log = structlog.stdlib.get_logger("tasks.rq_worker")
 
@@ -85,6 +86,11 @@ class TaskWorker(Worker):
         if sys.platform == "linux":
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         super().main_work_horse(job, queue)
+
+    def handle_exception(self, job: Job, *exc_info: Any) -> None:
+        """Log what nobody foresaw; that a load is tried again has been said by itself."""
+        if not isinstance(exc_info[1], TryAgainError):
+            super().handle_exception(job, *exc_info)
 
     def _hurry(self) -> None:
         if self.horse_pid:
