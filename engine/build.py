@@ -19,6 +19,7 @@ from engine.adapters.targets import targets
 from engine.adapters.weights import Adapter, load_adapter
 from engine.cache_folder import default_cache_dir
 from engine.config import EngineConfig, SchedulerConfig
+from engine.cpus import bounded_threads
 from engine.device_kernels import device_ops
 from engine.engine import Engine
 from engine.loading.checkpoint import Checkpoint
@@ -52,7 +53,7 @@ def build_engine(config: EngineConfig, source: AdapterSource | None = None) -> E
     Raises:
         ValueError: the model is not found or not served, or a setting does not fit it.
     """
-    torch.set_num_threads(cpu_kernels.bounded_threads(config.threads or torch.get_num_threads()))
+    torch.set_num_threads(bounded_threads(config.threads or torch.get_num_threads()))
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     if device.type == "cpu" and config.kernels == "auto" and config.cpu_kernels != "torch":

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from engine.cpus import check_pinning
 from kernels.backends import Kernels
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -95,6 +96,8 @@ class EngineConfig:
         screen_head: native kernels find greedy tokens by an 8-bit copy of the output matrix, the same tokens faster; it
             takes a byte for each weight of the matrix.
         threads: of torch and of the native kernels; None leaves torch's setting.
+        cpu_pinning: CPUs of the native kernels' threads: `none`: wherever the system puts them; `auto`: one each, on
+            different cores first; or a list such as `0-3,8`. The thread that runs the engine is not pinned.
         map_weights: weights that were packed before are pages of their file in the cache, which all processes share, in
             place of a copy in large pages, which is faster to compute with.
         cache_dir: folder for converted tokenizers; None: the user's cache folder.
@@ -124,12 +127,14 @@ class EngineConfig:
     cpu_kernels: CpuKernels = "auto"
     screen_head: bool = True
     threads: int | None = None
+    cpu_pinning: str = "none"
     map_weights: bool = False
     cache_dir: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError("model must not be empty")
+        check_pinning(self.cpu_pinning)
         if self.block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {self.block_size}")
         if self.kernels not in get_args(Kernels):

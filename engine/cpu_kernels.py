@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +10,11 @@ import torch
 
 from engine.cache_folder import default_cache_dir
 from engine.config import CpuKernels, EngineConfig
+from engine.cpus import pinned_cpus
 from engine.models.config import ModelConfig
 from kernels.cpu import native
 
 logger = logging.getLogger(__name__)
-
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,34 +54,13 @@ def use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
         raise ValueError(f"cpu_kernels native: {choice.reason}")
     if choice.native:
         threads = torch.get_num_threads()  # which `bounded_threads` has bounded
+        cpus = pinned_cpus(config.cpu_pinning, threads)
         native.set_threads(threads)
-        logger.info("native CPU kernels, %s, on %d threads", choice.reason, threads)
+        native.set_affinity(cpus)
+        pinned = f", pinned to CPUs {cpus}" if cpus else ""
+        logger.info("native CPU kernels, %s, on %d threads%s", choice.reason, threads, pinned)
     elif config.cpu_kernels == "auto":
         logger.warning("CPU kernels of torch: %s", choice.reason)
+    if config.cpu_pinning != "none" and not choice.native:
+        logger.warning("cpu_pinning is not used: it is for the native kernels")
     return choice.native
-
-
-def bounded_threads(wanted: int) -> int:
-    """No more threads than this process has CPUs, by affinity and by its group's quota."""
-    usable = available_cpus()
-    if wanted > usable:
-        logger.warning(
-            "%d threads are asked for, and this process may use %d CPUs: %d are used", wanted, usable, usable
-        )
-    return min(wanted, usable)
-
-
-def available_cpus() -> int:
-    """CPUs of this process by affinity and by the quota of its control group, rounded up; at least 1."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _quota()
-    return count if quota is None else max(1, min(count, math.ceil(quota)))
-
-
-def _quota() -> float | None:
-    """CPUs that the group may use together; None: as many as there are."""
-    try:
-        limit, period = _QUOTA.read_text("ascii").split()[:2]
-        return None if limit == "max" else int(limit) / int(period)
-    except (OSError, ValueError):
-        return None

@@ -57,6 +57,7 @@ class LLM:
         num_blocks: int | None = None,
         kv_cache_memory_mb: int | None = None,
         threads: int | None = None,
+        cpu_pinning: str = "none",
         map_weights: bool = False,
         cache_dir: Path | None = None,
     ) -> None:
@@ -90,6 +91,7 @@ class LLM:
                 kv_cache_memory_mb=kv_cache_memory_mb,
                 enable_prefix_caching=enable_prefix_caching,
                 threads=threads,
+                cpu_pinning=cpu_pinning,
                 map_weights=map_weights,
                 cache_dir=cache_dir,
             )

@@ -25,7 +25,8 @@ def findings() -> Iterator[tuple[str, str]]:
 
     from engine.build import choose_device, choose_dtype
     from engine.cache_folder import default_cache_dir
-    from engine.cpu_kernels import available_cpus, choose
+    from engine.cpu_kernels import choose
+    from engine.cpus import available_cpus
     from kernels.backends import has_triton
     from shared.settings import WorkerSettings
 
@@ -35,13 +36,35 @@ def findings() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_version()}, torch {torch.__version__}"
     yield "device", f"{device}, {str(choose_dtype(settings.dtype, device)).removeprefix('torch.')}"
     yield "cpus", f"{os.cpu_count()}, of which this process may use {available_cpus()}"
-    yield "threads", str(settings.threads or torch.get_num_threads())
+    yield "threads", _threads(settings.threads, torch.get_num_threads(), settings.cpu_pinning)
     yield "kernels", f"{settings.kernels}; triton {'is' if has_triton() else 'is not'} installed"
     choice = choose(settings.cpu_kernels, cache)
     unused = "" if device.type == "cpu" and settings.kernels == "auto" else "; not used here"
     yield "cpu kernels", f"{'native' if choice.native else 'torch'}: {choice.reason}{unused}"
     yield "greedy", _greedy(settings.screen_head, choice.native and device.type == "cpu")
     yield "cache", str(cache)
+
+
+def _threads(asked: int | None, torchs: int, pinning: str) -> str:
+    """How many threads a worker computes with, why, and on which CPUs."""
+    from engine.cpus import available_cpus, pinned_cpus, serving_threads
+
+    if asked is not None:
+        wanted, why = asked, "the setting threads"
+    elif (serving := serving_threads()) is not None:
+        wanted, why = serving, "one CPU is left to gateway and Redis"
+    elif "OMP_NUM_THREADS" in os.environ:
+        wanted, why = torchs, "OMP_NUM_THREADS"
+    else:
+        wanted, why = torchs, "all CPUs"
+    used = min(wanted, available_cpus())
+    if used < wanted:
+        why = f"{wanted} by {why}, and there are {used} CPUs"
+    try:
+        cpus = pinned_cpus(pinning, used)
+    except ValueError as error:
+        return f"{used} ({why}); {error}"
+    return f"{used} ({why})" + (f", pinned to CPUs {', '.join(map(str, cpus))}" if cpus else "")
 
 
 def _greedy(wanted: bool, native: bool) -> str:

@@ -67,7 +67,7 @@ class GatewaySettings(AdapterSettings):
     max_adapters: int = Field(10_000, ge=1, description="most names of adapters; above it 429")
     adapter_wait_s: float = Field(600.0, gt=0, description="longest wait of a request for an adapter's load")
     cors_origins: list[str] = Field(
-        [], description="origins of pages whose scripts may use this API, as a JSON list; [\"*\"]: any; empty: none"
+        [], description='origins of pages whose scripts may use this API, as a JSON list; ["*"]: any; empty: none'
     )
     token_secret: SecretStr | None = Field(
         None,
@@ -175,7 +175,17 @@ class WorkerSettings(CommonSettings):
     screen_head: bool = Field(
         True, description="native kernels find greedy tokens by an 8-bit copy of the output matrix; the same tokens"
     )
-    threads: int | None = Field(None, ge=1, description="threads that compute; unset: the CPUs of this process")
+    threads: int | None = Field(
+        None, ge=1, description="threads that compute; unset: the CPUs of this process, less one from 8 on"
+    )
+    cpu_pinning: str = Field(
+        "none",
+        pattern=r"^(none|auto|\d+(-\d+)?(,\d+(-\d+)?)*)$",
+        description="CPUs of the native kernels' threads: none, auto (one each) or a list such as 0-3,8",
+    )
+    map_weights: bool = Field(
+        False, description="workers on a machine share the pages of kept weights; a little slower than large pages"
+    )
     lease_s: float = Field(15.0, gt=0.1, description="seconds that a job may go unseen before another worker takes it")
     max_attempts: int = Field(3, ge=1, description="tries before a job is buried")
     heartbeat_s: float = Field(2.0, gt=0.01, description="seconds between entries in the registry")

@@ -47,6 +47,7 @@ def _build_sim(settings: WorkerSettings) -> EngineProtocol:
 
 def _build_model(settings: WorkerSettings) -> EngineProtocol:
     from engine.config import EngineConfig
+    from engine.cpus import serving_threads
     from engine.startup import start_engine
 
     return start_engine(
@@ -71,7 +72,9 @@ def _build_model(settings: WorkerSettings) -> EngineProtocol:
             kernels=settings.kernels,
             cpu_kernels=settings.cpu_kernels,
             screen_head=settings.screen_head,
-            threads=settings.threads,
+            threads=settings.threads or serving_threads(),
+            cpu_pinning=settings.cpu_pinning,
+            map_weights=settings.map_weights,
             cache_dir=settings.cache_dir,
         ),
         _source(settings),

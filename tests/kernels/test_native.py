@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import subprocess
 import sys
@@ -318,3 +319,37 @@ def test_is_native(ops: Ops) -> None:
     assert is_native(ops)
     assert not is_native(ops_for("cpu"))
     assert not is_native(ops_for("cpu", deterministic=True, native=True))
+
+
+def test_threads_run_where_they_are_pinned(ops: Ops) -> None:
+    """In a process of its own, whose threads are all known."""
+    cpus = sorted(os.sched_getaffinity(0))
+    code = (
+        "import sys, torch\n"
+        "from pathlib import Path\n"
+        "from engine.cache_folder import default_cache_dir\n"
+        "from kernels.cpu import native\n"
+        "from kernels.ops import ops_for\n"
+        "native.load(default_cache_dir())\n"
+        "apply = ops_for('cpu', native=True).linear(torch.randn(400, 64))\n"
+        "def allowed():\n"
+        "    apply(torch.randn(200, 64))\n"
+        "    return {path.name: next(line.split()[1] for line in (path / 'status').read_text().splitlines()\n"
+        "            if line.startswith('Cpus_allowed_list')) for path in Path('/proc/self/task').iterdir()}\n"
+        "native.set_threads(1)\n"
+        "before = allowed()\n"
+        "for cpus in ([], [0, int(sys.argv[1])], []):\n"
+        "    native.set_threads(2)\n"
+        "    native.set_affinity(cpus)\n"
+        "    after = allowed()\n"
+        "    print(*[place for thread, place in after.items() if thread not in before])\n"
+        "    assert all(after[thread] == place for thread, place in before.items() if thread in after)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(cpus[-1])], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    free, pinned, freed = done.stdout.splitlines()
+    assert pinned == str(cpus[-1])
+    if len(cpus) > 1:
+        assert free == freed != pinned

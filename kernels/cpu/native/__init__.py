@@ -4,7 +4,7 @@ Registered for `cpu.native`, which the table takes only where it is asked to, af
 """
 
 from kernels.cpu.native import attention, capture, lora, lora_store, operations, screen
-from kernels.cpu.native.library import load, paths, set_threads
+from kernels.cpu.native.library import load, paths, set_affinity, set_threads
 from kernels.cpu.native.operations import layout, unserved
 from kernels.cpu.native.screen import screens
 from kernels.native_build import NativeUnavailableError
@@ -21,6 +21,7 @@ __all__ = [
     "paths",
     "screen",
     "screens",
+    "set_affinity",
     "set_threads",
     "unserved",
 ]

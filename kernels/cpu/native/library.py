@@ -248,6 +248,7 @@ def _declare(opened: ctypes.CDLL) -> None:
         "ropeway_key": (c_char_p, []),
         "ropeway_paths": (c_char_p, []),
         "ropeway_set_threads": (None, [c_int64, c_int64]),
+        "ropeway_set_affinity": (None, [c_void_p, c_int64]),
         "ropeway_packed_bytes": (c_int64, [c_int64, c_int64, c_int64, c_int64]),
         "ropeway_panel_columns": (c_int64, []),
         "ropeway_pack": (None, [c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p]),
@@ -284,6 +285,14 @@ def paths() -> str:
 def set_threads(threads: int, spins: int = 2000) -> None:
     """Threads of the next programs, the caller's included; and how often a thread looks for work before it sleeps."""
     library().ropeway_set_threads(threads, spins)
+
+
+def set_affinity(cpus: list[int]) -> None:
+    """Pin the threads of the next programs, in turn, each to one of these CPUs (below 1024); none: do not pin them.
+
+    The first is the caller's and not used: that thread is not the library's.
+    """
+    library().ropeway_set_affinity((c_int64 * len(cpus))(*cpus), len(cpus))
 
 
 def run(instructions: ctypes.Array[Instruction], count: int, batch: Batch) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engine import cpu_kernels
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.cpu_kernels import available_cpus, bounded_threads, choose
+from engine.cpu_kernels import choose
+from engine.cpus import available_cpus
 from kernels.cpu import native
 from kernels.ops import is_native
 from tests.support.native import load_native
@@ -95,18 +96,6 @@ def test_the_choice_has_a_reason(missing: None) -> None:
     assert choose("auto").reason == "no C++ compiler"
 
 
-@pytest.mark.parametrize(
-    ("quota", "cpus"),
-    [("max 100000", 8), ("150000 100000", 2), ("50000 100000", 1), ("1600000 100000", 8), ("nonsense", 8), (None, 8)],
-)
-def test_cpus_by_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str | None, cpus: int) -> None:
-    monkeypatch.setattr(cpu_kernels, "_QUOTA", tmp_path / "cpu.max")
-    monkeypatch.setattr(cpu_kernels.os, "sched_getaffinity", lambda _: set(range(8)))
-    if quota is not None:
-        (tmp_path / "cpu.max").write_text(quota + "\n")
-    assert available_cpus() == cpus
-
-
 def test_an_engine_bounds_torch_s_threads_too(folder: Path) -> None:
     before = torch.get_num_threads()
     build_engine(EngineConfig(str(folder), num_blocks=4, threads=10_000, cpu_kernels="torch"))
@@ -114,13 +103,29 @@ def test_an_engine_bounds_torch_s_threads_too(folder: Path) -> None:
     torch.set_num_threads(before)
 
 
-def test_more_threads_than_cpus_are_not_started(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(cpu_kernels, "available_cpus", lambda: 2)
+def test_threads_are_pinned_where_the_setting_says(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load_native()
+    pinned: list[list[int]] = []
+    real = native.set_affinity
+
+    def watched(cpus: list[int]) -> None:
+        pinned.append(cpus)
+        real(cpus)
+
+    first = min(os.sched_getaffinity(0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "set_affinity", watched)
+        takes_native(folder, threads=1, cpu_pinning=str(first))
+        takes_native(folder, threads=1)
+        with pytest.raises(ValueError, match="cpu_pinning: this process may not use CPU 1023"):
+            takes_native(folder, threads=1, cpu_pinning="1023")
+    assert pinned == [[first], []]
     with caplog.at_level(logging.WARNING):
-        assert bounded_threads(1) == 1
-        assert bounded_threads(2) == 2
-        assert caplog.records == []
-        assert bounded_threads(64) == 2
-    assert "64 threads are asked for, and this process may use 2 CPUs: 2 are used" in caplog.text
+        assert not takes_native(folder, cpu_kernels="torch", cpu_pinning="auto")
+    assert "cpu_pinning is not used" in caplog.text
+
+
+@pytest.mark.parametrize("value", ["fast", "", "3-1", "0-", "0-5000", "1,,2", "-1"])
+def test_a_pinning_that_is_none_is_refused(value: str) -> None:
+    with pytest.raises(ValueError, match="cpu_pinning must be none, auto or a list of CPUs"):
+        EngineConfig("x", cpu_pinning=value)

@@ -100,10 +100,13 @@ std::mutex guard;
 std::unique_ptr<Pool<Program>> pool;
 int wanted_threads = 1;
 int wanted_spins = 2000;
+std::vector<int> wanted_cpus;
+bool repinned = false;
 
 Pool<Program>& ready_pool() {
-    if (pool && (pool->forked() || pool->threads() != wanted_threads)) pool.reset();
-    if (!pool) pool = std::make_unique<Pool<Program>>(wanted_threads);
+    if (pool && (pool->forked() || pool->threads() != wanted_threads || repinned)) pool.reset();
+    if (!pool) pool = std::make_unique<Pool<Program>>(wanted_threads, wanted_cpus);
+    repinned = false;
     pool->set_spins(wanted_spins);
     return *pool;
 }
@@ -139,6 +142,13 @@ void ropeway_set_threads(int64_t threads, int64_t spins) {
     std::lock_guard<std::mutex> lock(guard);
     wanted_threads = (int)std::max<int64_t>(1, threads);
     wanted_spins = (int)std::max<int64_t>(0, spins);
+}
+
+void ropeway_set_affinity(const int64_t* cpus, int64_t count) {
+    std::lock_guard<std::mutex> lock(guard);
+    const std::vector<int> wanted(cpus, cpus + count);
+    repinned = repinned || wanted != wanted_cpus;
+    wanted_cpus = wanted;
 }
 
 int64_t ropeway_packed_bytes(int64_t out, int64_t in, int64_t dtype, int64_t gated) {

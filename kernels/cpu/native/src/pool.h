@@ -10,6 +10,8 @@
 #include <thread>
 #include <vector>
 
+#include <pthread.h>
+#include <sched.h>
 #include <unistd.h>
 
 static inline void relax() {
@@ -25,8 +27,12 @@ static inline void relax() {
 template <class Work>
 class Pool {
    public:
-    explicit Pool(int threads) : owner_(getpid()) {
-        for (int i = 1; i < threads; i++) threads_.emplace_back([this, i] { serve(i); });
+    // Of `cpus` each thread has one, in turn, but for the caller's own, which is not the pool's; none: any CPU.
+    Pool(int threads, const std::vector<int>& cpus) : owner_(getpid()) {
+        for (int i = 1; i < threads; i++) {
+            threads_.emplace_back([this, i] { serve(i); });
+            if (!cpus.empty()) pin(threads_.back(), cpus[i % cpus.size()]);
+        }
     }
 
     ~Pool() {
@@ -58,6 +64,18 @@ class Pool {
     }
 
    private:
+    // Where the system does not take it, the thread runs anywhere.
+    static void pin(std::thread& thread, int cpu) {
+#if defined(__linux__)
+        cpu_set_t set;
+        CPU_ZERO(&set);
+        CPU_SET(cpu, &set);
+        pthread_setaffinity_np(thread.native_handle(), sizeof set, &set);
+#else
+        (void)thread, (void)cpu;
+#endif
+    }
+
     // Upper half: a number that changes with each phase. Lower half: tasks that nobody has taken.
     static uint64_t next_phase(uint64_t state) { return ((state >> 32) + 1) << 32; }
 
