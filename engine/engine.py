@@ -288,7 +288,8 @@ class Engine:
                 self._runner.fill_slot(slot, self._tiers.library.get(identity))
                 self._tiers.filled(slot, identity)
             except Exception:  # whatever is wrong with one adapter must not end the requests of others
-                logger.exception("adapter %s cannot be brought to slot %d", identity, slot)
+                label = self._tiers.library.label(identity)
+                logger.exception("adapter %s cannot be brought to slot %d", label, slot)
                 self._fail_all({identity: EngineError(_INTERNAL)}, outputs)
                 self._tiers.evict(identity)
         running = [span.sequence.state is SequenceState.RUNNING for span in plan.spans]

@@ -101,7 +101,7 @@ class AdapterWatch:
     async def _look(self) -> None:
         # Before the registry is read: what is in memory now had a name, or it has lost it.
         stats = self._loop.stats.adapters
-        there = {*stats.resident, *stats.in_memory}
+        there = {*stats.resident, *stats.in_memory, *stats.failed}
         revision, now = await self._store.revision(), time.monotonic()
         if revision != self._revision or now - self._read_at > _ANEW_S:
             self._records = await self._store.records(self._pool)

@@ -82,7 +82,7 @@ def _build_model(settings: WorkerSettings) -> EngineProtocol:
 
 
 def _source(settings: WorkerSettings) -> StoreSource | None:
-    return StoreSource(open_store(settings.adapter_store)) if settings.enable_lora else None
+    return StoreSource(open_store(settings.adapter_store, settings.cache_dir)) if settings.enable_lora else None
 
 
 def _max_cpu_loras(settings: WorkerSettings) -> int:

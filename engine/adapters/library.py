@@ -16,8 +16,9 @@ from shared.errors import AdapterError, EngineError, RopewayError
 
 logger = logging.getLogger(__name__)
 
-#: Adapters whose files are fetched at the same time. They are read one after the other: reading takes a CPU.
-_FETCHERS = 4
+#: Adapters whose files are fetched at the same time: that is waiting, for a network or for a store that is away. They
+#: are read one after the other: reading takes a CPU.
+_FETCHERS = 16
 #: Seconds until a pinned adapter that could not be had is tried again with no request for it.
 _PIN_AGAIN_S = 30.0
 #: Last failures and durations that are kept for who asks.
@@ -39,7 +40,7 @@ class AdapterSource(Protocol):
         """The adapter's folder. May take long, and try again by itself. Raises RopewayError."""
 
     def discard(self, identity: str) -> None:
-        """The folder's files are not what they should be: get them anew the next time."""
+        """Get them anew the next time: the folder's files are not what they should be, or nobody needs them now."""
 
     def close(self) -> None:
         """Whoever waits in `folder` gives up."""
@@ -160,6 +161,11 @@ class AdapterLibrary(Generic[A]):
         """Whether an adapter is to leave, and nobody wants it any more."""
         return identity in self._retired and identity not in self._wanted
 
+    def label(self, identity: str) -> str:
+        """How an adapter is named in logs."""
+        want = self._wanted.get(identity)
+        return f"{want.name} ({identity})" if want is not None and want.name else identity
+
     def __contains__(self, identity: str) -> bool:
         """Whether it is in memory."""
         return identity in self._memory
@@ -218,7 +224,7 @@ class AdapterLibrary(Generic[A]):
             elif not self._fetch_anew(identity):
                 failures[identity] = self._fail(identity, error)
             else:
-                logger.warning("adapter %s could not be read and is fetched anew: %s", identity, error)
+                logger.warning("adapter %s could not be read and is fetched anew: %s", self.label(identity), error)
         self._start()
         return failures
 
@@ -259,8 +265,10 @@ class AdapterLibrary(Generic[A]):
             self._forget(identity)
 
     def _forget(self, identity: str) -> None:
-        if self._memory.pop(identity, None) is not None:
-            logger.debug("adapter %s leaves memory: no name stands for it", identity)
+        """No name stands for it, and nobody wants it."""
+        if self._memory.pop(identity, None) is not None and self._source is not None:
+            logger.debug("adapter %s leaves memory", identity)
+            self._fetcher.submit(self._source.discard, identity)
         self._failed.pop(identity, None)
 
     def _say_unpinnable(self, count: int) -> None:
@@ -313,13 +321,13 @@ class AdapterLibrary(Generic[A]):
         if want is not None:
             seconds = time.monotonic() - want.since
             self.load_seconds.append(seconds)
-            logger.debug("adapter %s is in memory after %.3f s", _label(identity, want.name), seconds)
+            logger.debug("adapter %s is in memory after %.3f s", self.label(identity), seconds)
         elif identity in self._retired:
             self._forget(identity)
 
     def _fail(self, identity: str, error: BaseException) -> RopewayError:
-        want = self._wanted.pop(identity, None)
-        typed = _typed(_label(identity, want.name if want is not None else ""), error)
+        typed = _typed(self.label(identity), error)
+        self._wanted.pop(identity, None)
         self._failed[identity] = typed.message, time.monotonic()
         self._failed.move_to_end(identity)
         if len(self._failed) > _FAILURES:
@@ -335,10 +343,6 @@ class AdapterLibrary(Generic[A]):
             return False
         del self._memory[unwanted]
         return True
-
-
-def _label(identity: str, name: str) -> str:
-    return f"{name} ({identity})" if name else identity
 
 
 def _typed(label: str, error: BaseException) -> RopewayError:

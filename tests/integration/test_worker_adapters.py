@@ -179,6 +179,7 @@ async def test_a_damaged_adapter_fails_and_its_repair_is_taken(valkey_url: str, 
     good = (tmp_path / identity / "adapter_model.safetensors").read_bytes()
     (tmp_path / identity / "adapter_model.safetensors").write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     async with harness(valkey_url) as h:
+        await h.name_adapter("broken", identity)
         worker = await h.worker(**lora(tmp_path))
         broken, fine = job(1, adapter=identity), job(2, adapter=other)
         followers = [await h.submit(envelope) for envelope in (broken, fine)]
@@ -196,6 +197,31 @@ async def test_a_damaged_adapter_fails_and_its_repair_is_taken(valkey_url: str, 
         again = job(3, adapter=identity)
         await completed(h, again, await h.submit(again))
         await entry(h, worker, lambda info: not info.adapters_failed)
+
+
+async def test_an_object_store_is_read_through_copies_that_mend_and_go(valkey_url: str, tmp_path: Path) -> None:
+    identities = [put_adapter(tmp_path / "bucket", seed) for seed in range(2)]
+    copies = tmp_path / "cache" / "adapter-copies"
+    async with harness(valkey_url) as h:
+        for number, identity in enumerate(identities):
+            await h.name_adapter(f"adapter-{number}", identity)
+        bucket = f"local://{tmp_path}/bucket"
+        first = await h.worker(**lora(tmp_path) | {"adapter_store": bucket, "cache_dir": tmp_path / "cache"})
+        for number, identity in enumerate(identities):
+            envelope = job(number, lane=number, adapter=identity)
+            await completed(h, envelope, await h.submit(envelope))
+            assert (copies / identity / "adapter_model.safetensors").is_file()
+        await first.stop()
+        copy = copies / identities[0] / "adapter_model.safetensors"
+        copy.write_bytes(copy.read_bytes()[:-1] + b"!")
+        second = await h.worker(**lora(tmp_path) | {"adapter_store": bucket, "cache_dir": tmp_path / "cache"})
+        envelope = job(5, adapter=identities[0])
+        await completed(h, envelope, await h.submit(envelope))
+        await h.unname_adapter("adapter-0")
+        await entry(h, second, lambda info: not info.adapters_in_memory)
+        async with asyncio.timeout(PATIENCE_S):
+            while (copies / identities[0]).exists():
+                await asyncio.sleep(0.02)
 
 
 @pytest.mark.parametrize("state", ["running", "waiting", "loading"])
