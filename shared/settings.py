@@ -199,4 +199,6 @@ class WorkerSettings(CommonSettings):
     sim_step_ms: float = Field(10.0, ge=0, description="sim engine: milliseconds per step")
     sim_token_us: float = Field(0.0, ge=0, description="sim engine: microseconds per token of a step")
     sim_adapter_load_ms: float = Field(0.0, ge=0, description="sim engine: milliseconds to read an adapter")
-    cache_dir: Path | None = Field(None, description="folder for converted tokenizers and copies of adapters; unset: the user's cache folder")
+    cache_dir: Path | None = Field(
+        None, description="folder for converted tokenizers and copies of adapters; unset: the user's cache folder"
+    )
