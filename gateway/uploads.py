@@ -20,6 +20,8 @@ from shared.lora.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES
 _MAX_FIELD_BYTES: Final = 8 * 1024
 _MAX_HEADER_BYTES: Final = 8 * 1024
 _MAX_PARTS: Final = 16
+#: Bytes of a boundary, as RFC 2046 has it.
+_MAX_BOUNDARY: Final = 70
 #: Bytes that are gathered before they are written.
 _PIECE: Final = 1024 * 1024
 _FIELD: Final = re.compile(r"[a-z_]{1,64}")
@@ -164,8 +166,8 @@ def boundary_of(content_type: str) -> bytes | None:
     if kind != b"multipart/form-data":
         return None
     boundary: Any = options.get(b"boundary")
-    if not boundary:
-        raise InvalidRequestError("Content-Type: multipart/form-data needs a boundary")
+    if not boundary or len(boundary) > _MAX_BOUNDARY:
+        raise InvalidRequestError(f"Content-Type: multipart/form-data needs a boundary of 1 to {_MAX_BOUNDARY} bytes")
     return bytes(boundary)
 
 

@@ -217,7 +217,7 @@ def loaded_libraries(process: TasksProcess) -> str:
         {"data": json.dumps(["tasks.jobs.load_adapter", {"a": 1}, ["x", 1], {}])},
         {"data": "pickle"},
         {"data": b"\xff\xfe"},
-        {"origin": "nothing else"},
+        {"data": json.dumps(7)},
     ],
     ids=str,
 )
