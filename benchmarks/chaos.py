@@ -45,7 +45,7 @@ def main(
     deterministic: Annotated[bool, typer.Option(help="of a model: every text must be the same again")] = False,
     dtype: Annotated[str, typer.Option(help="of a model: auto, float32 or bfloat16")] = "auto",
     clients: Annotated[int | None, typer.Option(help="orders at the same time")] = None,
-    adapters: Annotated[int, typer.Option(help="names of adapters, of the simulated engine; 0: none")] = 16,
+    adapters: Annotated[int, typer.Option(help="names of adapters; 0: none")] = 16,
     appendfsync: Annotated[str, typer.Option(help="of Redis: no, everysec (may lose on a busy disk) or always")] = "no",
     verbose: Annotated[bool, typer.Option(help="print each disturbance, keep the logs")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures as one flat object")] = None,

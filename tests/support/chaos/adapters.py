@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,8 @@ from tests.support.stored_adapters import put_adapter
 PREFIX = "adapter-"
 #: Contents for each name.
 _CONTENTS = 3
+#: What they change, and how much: enough to be seen, not so much that a model says nothing but one token.
+_ADAPTED, _SCALE = ("q_proj", "v_proj"), 0.1
 #: Milliseconds that a gateway may have been paused between looking a name up and writing the job.
 _SLACK_MS = 5000
 #: Seconds between two losses of the store, so that a worker's patience is for each of them.
@@ -57,10 +59,11 @@ class ChaosAdapters:
         self._store_lock = asyncio.Lock()
         self._rng = random.Random(seed)
 
-    async def begin(self) -> None:
-        """Put contents into the store and give each name one."""
+    async def begin(self, modules: Mapping[str, tuple[int, int]]) -> None:
+        """Put contents for these modules into the store and give each name one, by the seed."""
+        shapes = {name: shape for name, shape in modules.items() if name.endswith(_ADAPTED)}
         for number in range(_CONTENTS * self._count):
-            self._contents.append(await asyncio.to_thread(put_adapter, self._store, number))
+            self._contents.append(await asyncio.to_thread(put_adapter, self._store, number, shapes, scale=_SCALE))
         for name in self._stays:
             await self._load(name)
 

@@ -35,8 +35,9 @@ WEIGHTS: Mapping[str, int] = {
     "unload_adapter": 4,
     "lose_store": 4,
 }
-#: Those that need adapters.
+#: Those that need adapters, and of them those that change what a name stands for.
 ADAPTER_KINDS = frozenset({"reload_adapter", "unload_adapter", "lose_store"})
+RENAMING_KINDS = frozenset({"reload_adapter", "unload_adapter"})
 #: Share of orders that ask for an adapter.
 _ADAPTED = 0.4
 
@@ -125,6 +126,7 @@ def draw_plan(
     alone: float = 1 / 3,
     unseeded: float = 0.1,
     adapters: int = 0,
+    renamed: bool = True,
 ) -> Plan:
     """Orders and disturbances of a seed.
 
@@ -135,11 +137,15 @@ def draw_plan(
         alone: share of kills and drains that are timed.
         unseeded: share of orders that leave the seed to the gateway.
         adapters: how many there are.
+        renamed: whether their names may come to stand for other content.
     """
     rng = random.Random(seed)
     draws = [random.Random(rng.getrandbits(64)) for _ in range(jobs)]
     orders = [_order(draw, number, tokens, model, unseeded, adapters) for number, draw in enumerate(draws)]
-    served = [kind for kind in WEIGHTS if adapters or kind not in ADAPTER_KINDS]
+    without = (frozenset() if adapters else ADAPTER_KINDS) | (frozenset() if renamed else RENAMING_KINDS)
+    served = [kind for kind in WEIGHTS if kind not in without]
+    if refused := without & set(kinds):
+        raise ValueError(f"not in this run: {', '.join(sorted(refused))}")
     return Plan(orders, _disturbances(rng, jobs, disturbances, kinds or served, alone))
 
 

@@ -53,7 +53,8 @@ class Config:
         patience_s: longest time without anything new until a client gives up.
         alone: share of kills and drains that are timed, with nothing else wrong.
         dtype: of a model's weights and KV cache.
-        adapters: how many names of adapters there are; only with the simulated engine.
+        adapters: how many names of adapters there are. A model's stand for the same content all the time: the
+            undisturbed run could not know when they changed.
     """
 
     seed: int = 0
@@ -156,7 +157,8 @@ def plan_of(config: Config) -> Plan:
         kinds=config.kinds,
         alone=config.alone,
         unseeded=0.1 if config.engine == "sim" else 0.0,
-        adapters=config.adapters if config.engine == "sim" else 0,
+        adapters=config.adapters,
+        renamed=config.engine == "sim",
     )
 
 
@@ -180,7 +182,7 @@ def _settings(config: Config, store: Path) -> tuple[dict[str, object], dict[str,
     }
     if config.engine == "model":
         worker |= {"dtype": config.dtype, "threads": 1, "kv_cache_memory_mb": 256}
-    elif config.adapters:
+    if config.adapters:
         # Few slots and little memory, so that both change hands all the time.
         worker |= {"enable_lora": True, "max_loras": 3, "max_cpu_loras": 5, "sim_adapter_load_ms": 20}
     gateway: dict[str, object] = {"sweep_s": 2, "keepalive_s": 2, "adapter_store": str(store), "log_json": True}
@@ -217,8 +219,9 @@ async def _play(
     """From a fleet that starts to the verdict."""
     config = report.config
     await fleet.wait_ready()
-    adapters = ChaosAdapters(client, config.pool, store, config.adapters if config.engine == "sim" else 0, config.seed)
-    await adapters.begin()
+    adapters = ChaosAdapters(client, config.pool, store, config.adapters, config.seed)
+    targets = await JobStore(client).get_targets(config.pool)
+    await adapters.begin({} if targets is None else targets.modules)
     times = Times(config.lease_s, config.grace_s, config.step_timeout_s)
     stage = _Stage(config, plan, fleet, Weather(fleet, client, ear, times, config.pool, adapters), ear)
     report.began = time.monotonic()
