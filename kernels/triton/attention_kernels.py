@@ -118,7 +118,8 @@ def decode_kernel(
 
     Without SPLIT no sequence has several cuts and the result is written at once; else parts for `merge_kernel`.
     """
-    sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # KV heads are neighbours in memory, and so they are in the order of programs.
+    kv_head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = tl.load(plan + sequence).to(tl.int64)
     table = tl.load(plan + sequences + sequence)
     length = tl.load(plan + 2 * sequences + sequence)
@@ -156,7 +157,7 @@ def decode_kernel(
     if SCALED:
         mixed *= tl.load(scales + 1)
     if SPLIT:
-        part = (sequence.to(tl.int64) * tl.num_programs(1) * PER_KV_HEAD + head) * splits + split
+        part = (sequence.to(tl.int64) * tl.num_programs(0) * PER_KV_HEAD + head) * splits + split
         tl.store(part_mixed + part[:, None] * DIM + dim[None, :], mixed, mask=inside)
         tl.store(part_stats + part * 2, top, mask=row < PER_KV_HEAD)
         tl.store(part_stats + part * 2 + 1, total, mask=row < PER_KV_HEAD)
@@ -241,7 +242,7 @@ def prefill_kernel(
     SCALED: tl.constexpr,
 ):
     """One program attends for one tile of query rows of one sequence and one KV head."""
-    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    kv_head, tile = tl.program_id(0), tl.program_id(1)
     first_token = tl.load(plan + tile).to(tl.int64)
     table = tl.load(plan + tiles + tile)
     length = tl.load(plan + 2 * tiles + tile)

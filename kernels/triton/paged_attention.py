@@ -79,7 +79,7 @@ def paged_attention(
         "SCALED": scales is not None,
     }
     if plan.prefill is not None:
-        prefill_kernel[(plan.prefill.tiles, kv_heads)](
+        prefill_kernel[(kv_heads, plan.prefill.tiles)](
             query, cache, plan.blocks, plan.prefill.rows, out, tiles=plan.prefill.tiles, **common, **tile.launch
         )
     if plan.decode is not None:
@@ -100,7 +100,7 @@ def _decode(
     if decode.splits > 1:
         mixed = torch.empty((decode.sequences, heads, decode.splits, dim), dtype=torch.float32, device=query.device)
         stats = torch.empty((decode.sequences, heads, decode.splits, 2), dtype=torch.float32, device=query.device)
-    decode_kernel[(decode.sequences, kv_heads, decode.splits)](
+    decode_kernel[(kv_heads, decode.sequences, decode.splits)](
         query,
         cache,
         plan.blocks,

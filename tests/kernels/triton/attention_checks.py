@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kernels.attention import AttentionBatch, AttentionGroup
-from tests.kernels.triton.support import DTYPES, ULP, assert_close
+from tests.kernels.triton.support import ULP, assert_close
 
 NAN = float("nan")
 #: Float8 has three bits behind the point; its numbers are exact in what the expected result is computed from.
@@ -161,9 +161,18 @@ def check_case(module: ModuleType, case: Case, dtype: torch.dtype) -> torch.Tens
     return out
 
 
-def check_all(module: ModuleType) -> None:
-    """All cases in float32, some in the others; what a mutation has to fail."""
-    for case in CASES.values():
-        check_case(module, case, torch.float32)
-    for dtype in DTYPES[1:]:
-        check_case(module, CASES["mixed"], dtype)
+def random_case(seed: int) -> Case:
+    """Any mixture of decodes and chunks, heads, blocks and options."""
+    rng = np.random.default_rng(seed)
+    spans = [(int(rng.choice([0, 15, 16, 31, 255, rng.integers(500)])), 1) for _ in range(rng.integers(4))]
+    spans += [(int(rng.integers(80)), int(rng.integers(1, 50))) for _ in range(rng.integers(1, 4))]
+    kv_heads = int(rng.integers(1, 4))
+    return Case(
+        [[spans[index] for index in rng.permutation(len(spans))]],
+        heads=kv_heads * int(rng.integers(1, 6)),
+        kv_heads=kv_heads,
+        dim=int(rng.choice([8, 16, 64, 72, 96, 128])),
+        block_size=int(rng.choice([16, 32])),
+        window=int(rng.integers(1, 400)) if rng.random() < 0.4 else None,
+        soft_cap=5.0 if rng.random() < 0.3 else None,
+    )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,14 +15,25 @@ from kernels.lora import LoraLayer, lora_batch
 from kernels.reference import lora as lora_reference
 from kernels.reference import sampling as sampling_reference
 from kernels.reference import write_kv as write_kv_reference
-from tests.kernels.triton.support import DTYPES, ULP, assert_close, strided
+from tests.kernels.triton.support import ULP, assert_close, strided
 
 NAN = float("nan")
 CPU = torch.device("cpu")
 
 
+def sizes(count: int, *bounds: tuple[int, int]) -> list[tuple[int, ...]]:
+    """Random sizes, each within its bounds."""
+    return [tuple(int(torch.randint(low, high + 1, ())) for low, high in bounds) for _ in range(count)]
+
+
 def check_embed(module: ModuleType, dtype: torch.dtype) -> None:
-    for tokens, entries, width in ((0, 5, 8), (1, 3, 1), (7, 40, 1500), (5, 9, 64)):
+    for tokens, entries, width in (
+        *sizes(3, (1, 9), (1, 50), (1, 3000)),
+        (0, 5, 8),
+        (1, 3, 1),
+        (7, 40, 1500),
+        (5, 9, 64),
+    ):
         table = strided(entries, width, dtype)
         ids = torch.randint(entries, (tokens,))
         out = module.embed(table, ids)
@@ -34,12 +44,13 @@ def check_embed(module: ModuleType, dtype: torch.dtype) -> None:
 
 
 def check_write_kv(module: ModuleType, dtype: torch.dtype) -> None:
-    for tokens, blocks, size, kv_heads, dim in (
+    fixed = (
         (0, 3, 16, 1, 64),
         (1, 2, 16, 3, 64),
         (9, 4, 32, 2, 80),
         (5, 3, 16, 8, 256),
-    ):
+    )
+    for tokens, blocks, size, kv_heads, dim in (*sizes(3, (1, 16), (1, 5), (16, 16), (1, 9), (1, 300)), *fixed):
         kv = strided(tokens, 2 * kv_heads * dim, dtype)
         cache = torch.full((blocks, size, 2, kv_heads, dim), NAN, dtype=dtype)
         slots = torch.randperm(blocks * size)[:tokens]
@@ -70,13 +81,14 @@ def check_write_kv_float8(module: ModuleType, dtype: torch.dtype) -> None:
 
 
 def check_rms_norm(module: ModuleType, dtype: torch.dtype) -> None:
-    for tokens, width, with_residual in (
+    fixed = (
         (0, 8, True),
         (1, 1, False),
         (3, 576, True),
         (2, 1000, False),
         (2, 4096, True),
-    ):
+    )
+    for tokens, width, with_residual in (*sizes(4, (1, 5), (1, 3000), (0, 1)), *fixed):
         x = strided(tokens, width, dtype)
         residual = strided(tokens, width, dtype) if with_residual else None
         weight = (1 + torch.randn(width) / 4).to(dtype)
@@ -92,7 +104,15 @@ def check_rms_norm(module: ModuleType, dtype: torch.dtype) -> None:
 
 
 def check_rotary(module: ModuleType, dtype: torch.dtype) -> None:
-    for tokens, heads, dim in ((0, 2, 64), (1, 1, 64), (3, 9, 128), (2, 12, 80), (2, 3, 256)):
+    for tokens, heads, half in (
+        *sizes(3, (1, 5), (1, 20), (1, 128)),
+        (0, 2, 32),
+        (1, 1, 32),
+        (3, 9, 64),
+        (2, 12, 40),
+        (2, 3, 128),
+    ):
+        dim = 2 * half
         fused = strided(tokens, (heads + 2) * dim, dtype)
         x = fused.view(tokens, heads + 2, dim).narrow(1, 0, heads)
         angle = torch.rand(tokens, 1, dim // 2) * 100
@@ -109,7 +129,7 @@ def check_rotary(module: ModuleType, dtype: torch.dtype) -> None:
 def _check_gated(
     op: Callable[[torch.Tensor], torch.Tensor], gate: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
 ) -> None:
-    for tokens, width in ((0, 4), (1, 1), (3, 1536), (2, 1025)):
+    for tokens, width in (*sizes(3, (1, 5), (1, 3000)), (0, 4), (1, 1), (3, 1536), (2, 1025)):
         x = strided(tokens, 2 * width, dtype)
         x[:, :width] *= 4
         wide = x.double()
@@ -213,13 +233,3 @@ def check_uniforms(module: ModuleType) -> None:
     found = module.uniforms(seeds, choices, positions, CPU)
     assert torch.equal(found, torch.from_numpy(sampling_reference.uniforms(seeds, choices, positions)))
     assert module.uniforms([], [], [], CPU).shape == (0,)
-
-
-def each_dtype(check: Callable[[ModuleType, torch.dtype], None]) -> Callable[[ModuleType], None]:
-    """A check of all dtypes in one."""
-
-    def run(module: ModuleType) -> Any:
-        for dtype in DTYPES:
-            check(module, dtype)
-
-    return run

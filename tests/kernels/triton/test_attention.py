@@ -9,7 +9,7 @@ import torch
 from kernels.reference import paged_attention as reference
 from kernels.triton import paged_attention as kernels
 from kernels.triton.attention_plan import MOST_SPLITS, SPLIT_KEYS, plan_attention
-from tests.kernels.triton.attention_checks import CASES, Case, build, check_case, expected
+from tests.kernels.triton.attention_checks import CASES, Case, build, check_case, expected, random_case
 from tests.kernels.triton.support import assert_close
 
 
@@ -22,6 +22,11 @@ def test_float32(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow(name: str, dtype: torch.dtype) -> None:
     check_case(kernels, CASES[name], dtype)
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.kernels) for n in range(4, 24))])
+def test_random_batches(seed: int) -> None:
+    check_case(kernels, random_case(seed), (torch.float32, torch.bfloat16, torch.float16)[seed % 3])
 
 
 @pytest.mark.parametrize("name", ["mixed, window and soft cap", "chunks, window", "decodes, soft cap", "float8"])

@@ -1,0 +1,1 @@
+"""Parts of `benchmarks.gpu_check`, a file for each section."""

@@ -1,0 +1,202 @@
+"""Whole passes of the runner on random weights: decodes against the memory's rate, prefills against the products'."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.gpu.measure import Ceilings, Place, Row
+from engine.adapters.device import DeviceAdapters
+from engine.adapters.targets import targets
+from engine.adapters.weights import Adapter, AdapterPart
+from engine.models.config import ModelConfig
+from engine.models.llama import LlamaModel
+from engine.plan import Span, StepPlan
+from engine.runner import ModelRunner
+from engine.sampler import Sampler
+from engine.sequence import Sequence
+from kernels.ops import Ops
+from shared.sampling import SamplingParams
+
+BLOCK_SIZE = 16
+#: How a pass is launched. The runner will add the replay of captured graphs here, and both are then measured.
+MODES = ("eager",)
+BATCHES, PROMPTS, CONTEXT = (1, 8, 32, 64, 128, 256), (512, 2048, 8192), 1024
+STEPS, RANK = 12, 16
+
+
+@dataclass(frozen=True)
+class Model:
+    """A shape of the Llama family; attention has 8 KV heads in both."""
+
+    name: str
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    dim: int
+    vocab: int
+    tied: bool
+    kv_heads: int = 8
+
+    def config(self) -> ModelConfig:
+        return ModelConfig.from_hf(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "vocab_size": self.vocab,
+                "hidden_size": self.hidden,
+                "intermediate_size": self.inner,
+                "num_hidden_layers": self.layers,
+                "num_attention_heads": self.heads,
+                "num_key_value_heads": self.kv_heads,
+                "head_dim": self.dim,
+                "max_position_embeddings": 16384,
+                "tie_word_embeddings": self.tied,
+                "rope_theta": 500000.0,
+            }
+        )
+
+    @property
+    def parameters(self) -> int:
+        """Of the matrices that a token is multiplied with."""
+        attention = self.hidden * self.dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.inner) + self.vocab * self.hidden
+
+
+MODELS = {
+    "1b": Model("1b", 2048, 8192, 16, 32, 64, 128256, True),
+    "8b": Model("8b", 4096, 14336, 32, 32, 128, 128256, False),
+}
+TINY = Model("tiny", 64, 96, 2, 4, 16, 320, True, kv_heads=2)
+
+
+def rows(name: str, place: Place, ops: Ops, ceilings: Ceilings) -> Iterator[Row]:
+    """All passes of one model."""
+    model = TINY if place.tiny else MODELS[name]
+    batches, prompts = ((1, 2), (20,)) if place.tiny else (BATCHES, PROMPTS)
+    context, steps = place.size(CONTEXT, 18), place.size(STEPS, 1)
+    bench = _Bench(model, place, ops, max(batches) * (context + steps + 3 + BLOCK_SIZE) + max(prompts))
+    for mode in MODES:
+        for adapters in (0, 4):
+            label = f"{name} {mode}{f', {adapters} adapters' if adapters else ''}"
+            for batch in batches if not adapters else (batches[0], batches[-1]):
+                taken = bench.decode(batch, context, steps, adapters)
+                least = bench.bytes_of_decode(batch, context) / ceilings.bytes_s
+                yield _row(name, f"{label}: decode {batch} x {context}", batch, taken, least)
+            for prompt in prompts if not adapters else prompts[-1:]:
+                taken = bench.prefill(prompt, adapters)
+                least = bench.flops_of_prefill(prompt) / ceilings.flops_s
+                yield _row(name, f"{label}: prefill {prompt}", prompt, taken, least)
+
+
+def _row(section: str, name: str, tokens: int, taken: float, least: float) -> Row:
+    figures = {"us": taken * 1e6, "tokens_s": tokens / taken, "share": least / taken}
+    return Row(f"engine {section}", name, figures=figures)
+
+
+class _Bench:
+    """A runner over random weights, and a KV cache for so many tokens."""
+
+    def __init__(self, model: Model, place: Place, ops: Ops, tokens: int) -> None:
+        self._model, self._place, config = model, place, model.config()
+        decoder = LlamaModel(config, _weights(model, place), ops, place.device, place.dtype, 16384)
+        self._adapters = DeviceAdapters(config, ops, 4, RANK, place.dtype, place.device)
+        blocks = -(-tokens // BLOCK_SIZE)
+        sampler = Sampler(ops, lambda text: [])
+        self._runner = ModelRunner(decoder, sampler, ops, blocks, BLOCK_SIZE, self._adapters)
+        self._blocks = list(range(blocks))
+        random.Random(0).shuffle(self._blocks)
+        for slot in range(4):
+            self._runner.fill_slot(slot, self._adapters.prepare(self._adapter(slot)))
+
+    def _adapter(self, slot: int) -> Adapter:
+        parts = {
+            module: AdapterPart(
+                self._place.randn(RANK, target.inputs) * target.inputs**-0.5,
+                self._place.randn(target.outputs, RANK) / 100,
+            )
+            for module, target in targets(self._model.config()).items()
+            if target.site not in ("embedding", "lm_head")
+        }
+        return Adapter(f"{slot:032x}", RANK, parts)
+
+    def _sequences(self, count: int, length: int, room: int, adapters: int) -> list[Sequence]:
+        """With random tokens; nothing is computed yet, and the cache holds zeros, which takes as long to read."""
+        each = -(-(length + room) // BLOCK_SIZE)
+        rng, found = random.Random(count), []
+        for index in range(count):
+            tokens = [rng.randrange(self._model.vocab) for _ in range(length)]
+            table = self._blocks[index * each : (index + 1) * each]
+            found.append(
+                Sequence(
+                    str(index), 0, SamplingParams(temperature=0), 0, tokens, length, length + room, block_table=table,
+                    adapter_slot=index % adapters if adapters else -1,
+                )
+            )  # fmt: skip
+        return found
+
+    def decode(self, batch: int, context: int, steps: int, adapters: int) -> float:
+        """Seconds of a step, the median of so many, with what the host does for it."""
+        sequences = self._sequences(batch, context, steps + 3, adapters)
+        taken: list[float] = []
+        for _ in range(steps + 2):
+            spans = [Span(each, len(each.tokens) - 1, 1, sample=True) for each in sequences]
+            began = time.perf_counter()
+            answers = self._runner.execute(StepPlan(spans, decodes=batch))
+            taken.append(time.perf_counter() - began)
+            for sequence, answer in zip(sequences, answers, strict=True):
+                if answer is None or answer.token_id is None:
+                    raise AssertionError("a row of random weights gave no token")
+                sequence.tokens.append(answer.token_id)
+        return sorted(taken[2:])[len(taken[2:]) // 2]
+
+    def prefill(self, tokens: int, adapters: int) -> float:
+        """Seconds of a pass over one prompt, the least of three."""
+        taken: list[float] = []
+        for _ in range(1 if self._place.tiny else 4):
+            (sequence,) = self._sequences(1, tokens, 0, adapters)
+            began = time.perf_counter()
+            self._runner.execute(StepPlan([Span(sequence, 0, tokens, sample=True)]))
+            taken.append(time.perf_counter() - began)
+        return min(taken[1:] or taken)
+
+    def bytes_of_decode(self, batch: int, context: int) -> float:
+        """That one step must read: all matrices, and the batch's keys and values."""
+        model = self._model
+        return 2.0 * model.parameters + 4.0 * batch * context * model.layers * model.kv_heads * model.dim
+
+    def flops_of_prefill(self, tokens: int) -> float:
+        """Of one prompt; logits are those of its last token alone."""
+        model = self._model
+        attention = 2.0 * model.layers * model.heads * model.dim * tokens * tokens
+        return 2.0 * tokens * (model.parameters - model.vocab * model.hidden) + attention
+
+
+def _weights(model: Model, place: Place) -> dict[str, torch.Tensor]:
+    def matrix(out: int, inputs: int) -> torch.Tensor:
+        return place.randn(out, inputs) * inputs**-0.5
+
+    width, kv_width = model.heads * model.dim, model.kv_heads * model.dim
+    tensors = {"model.embed_tokens.weight": matrix(model.vocab, model.hidden)}
+    for index in range(model.layers):
+        name = f"model.layers.{index}"
+        for part, out, inputs in (
+            ("self_attn.q_proj", width, model.hidden),
+            ("self_attn.k_proj", kv_width, model.hidden),
+            ("self_attn.v_proj", kv_width, model.hidden),
+            ("self_attn.o_proj", model.hidden, width),
+            ("mlp.gate_proj", model.inner, model.hidden),
+            ("mlp.up_proj", model.inner, model.hidden),
+            ("mlp.down_proj", model.hidden, model.inner),
+        ):
+            tensors[f"{name}.{part}.weight"] = matrix(out, inputs)
+        for part in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{name}.{part}.weight"] = torch.ones(model.hidden, device=place.device, dtype=place.dtype)
+    tensors["model.norm.weight"] = torch.ones(model.hidden, device=place.device, dtype=place.dtype)
+    if not model.tied:
+        tensors["lm_head.weight"] = matrix(model.vocab, model.hidden)
+    return tensors
