@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from engine.adapters.targets import Site, Target, targets
@@ -23,6 +24,7 @@ class DeviceAdapters:
         self, config: ModelConfig, ops: Ops, count: int, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._targets, self._device = targets(config), device
+        self._last: LoraBatch | None = None
         self._store: LoraStore = ops.lora_store(_shapes(self._targets.values()), count, max_rank, dtype, device)
 
     @property
@@ -49,8 +51,11 @@ class DeviceAdapters:
         return any(place[0] == site for place in self._store.layers)  # type: ignore[index]
 
     def batch(self, slots: Sequence[int] | Ints) -> LoraBatch | None:
-        """Which adapter each row uses; None where all are of the base model."""
-        return lora_batch(slots, self._device)
+        """Which adapter each row uses; None where all are of the base model. Decodes often use the same as before."""
+        last = self._last
+        if last is None or not np.array_equal(last.slots, slots):
+            last = self._last = lora_batch(slots, self._device)
+        return last
 
     def forward(self, batch: LoraBatch) -> LoraPass:
         """What a pass over the batch needs."""

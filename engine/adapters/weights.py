@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,9 +113,14 @@ def _part(
 ) -> AdapterPart:
     layout.check_pair(config, module, a.shape, b.shape, target.inputs, target.outputs)
     for half, tensor in (("A", a), ("B", b)):
-        if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+        if not tensor.is_floating_point() or not _finite(tensor):
             raise layout.not_finite(half, module)
     scaled = (b.float() * config.scale(module)).to(dtype)
-    if not bool(torch.isfinite(scaled).all()):
+    if not _finite(scaled):
         raise layout.not_finite_scaled(module)
     return AdapterPart(a.to(dtype).contiguous(), scaled.contiguous())
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    """Whether all values are. The sum of what is not finite is not either, and is found in a tenth of the time."""
+    return math.isfinite(float(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())

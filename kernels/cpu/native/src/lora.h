@@ -12,6 +12,7 @@
 #include "vec.h"
 
 #include <algorithm>
+#include <vector>
 
 constexpr int kLoraRows = 8;   // most rows of a tile; Python cuts them
 constexpr int kLoraParts = 4;  // most parts of a layer
@@ -42,10 +43,12 @@ static void pack_lora(const LoraSite& site, int64_t part, const T* a, const T* b
                       T* packed_b) {
     constexpr int pair = sizeof(T) == 2 ? 2 : 1;
     const int64_t r = even(most), panel = even(site.in) * L;
-    for (int64_t k = 0; k < rank; k++) {
-        const int64_t column = part * r + k;
-        T* to = packed_a + column / L * panel + column % L * pair;
-        for (int64_t i = 0; i < site.in; i++) to[i / pair * pair * L + i % pair] = a[k * site.in + i];
+    std::vector<T*> columns;
+    for (int64_t column = part * r; column < part * r + rank; column++)
+        columns.push_back(packed_a + column / L * panel + column % L * pair);
+    for (int64_t i = 0; i < site.in; i += pair) {
+        const size_t bytes = std::min<int64_t>(pair, site.in - i) * sizeof(T);
+        for (int64_t k = 0; k < rank; k++) std::memcpy(columns[k] + i * L, a + k * site.in + i, bytes);
     }
     int64_t first = 0;
     for (int64_t p = 0; p < part && !site.gated; p++) first += site.widths[p];
@@ -53,7 +56,8 @@ static void pack_lora(const LoraSite& site, int64_t part, const T* a, const T* b
     for (int64_t o = 0; o < site.widths[part]; o++) {
         const int64_t column = first % L + o;
         T* to = blocks + column / L * r * L + column % L * pair;
-        for (int64_t k = 0; k < rank; k++) to[k / pair * pair * L + k % pair] = b[o * rank + k];
+        for (int64_t k = 0; k < rank; k += pair)
+            std::memcpy(to + k * L, b + o * rank + k, std::min<int64_t>(pair, rank - k) * sizeof(T));
     }
 }
 
