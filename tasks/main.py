@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import threading
@@ -93,7 +92,7 @@ class Tasks:
                 maintenance_interval=_WORKER_TTL_S,
                 log_job_description=False,
             )
-            worker.work(logging_level="DEBUG" if self._settings.log_level == "debug" else "WARNING")
+            worker.work(logging_level=self._log_level)
             if worker._shutdown_requested_date is not None:
                 self._stop.set()
         except (RopewayError, *TROUBLE) as error:
@@ -110,6 +109,11 @@ class Tasks:
         if not isinstance(client, redis.Redis):
             raise TypeError("background tasks cannot be kept in a cluster")
         return client
+
+    @property
+    def _log_level(self) -> str:
+        """RQ's: it says every step of every task."""
+        return "DEBUG" if self._settings.log_level == "debug" else "WARNING"
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         """Told to stop while no task was waited for."""
@@ -130,7 +134,13 @@ class Tasks:
                 Adapters(client),
                 self._store,
                 sender,
-                RQScheduler([QUEUE], connection=self._connection(), serializer=JSONSerializer, interval=1),
+                RQScheduler(
+                    [QUEUE],
+                    connection=self._connection(),
+                    serializer=JSONSerializer,
+                    interval=1,
+                    logging_level=self._log_level,
+                ),
                 self._metrics,
                 every_s=settings.adapter_sweep_s,
                 retention_s=settings.adapter_retention_s,
@@ -160,8 +170,6 @@ def run(settings: TasksSettings | None = None) -> int:
     """Run background tasks in this process until it is told to stop; answers the exit code."""
     settings = settings or TasksSettings()
     configure_logs(settings.log_level, settings.log_json)
-    if settings.log_level != "debug":
-        logging.getLogger("rq").setLevel(logging.WARNING)  # it says every step of every task
     try:
         tasks = Tasks(settings)
     except RopewayError as error:

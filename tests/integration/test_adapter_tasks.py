@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import pickle
+import re
 import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -23,10 +24,13 @@ from shared.calls import AsyncClient
 from shared.connect import connect, connect_sync
 from shared.jobstore import JobStore
 from shared.task_queue import QUEUE, TaskQueue
+from tests.integration.test_access import ENCODED, with_users
 from tests.support.adapter_tasks import TARGETS, TasksProcess, tasks, write_adapter
 from tests.support.fake_hub import COMMIT, FakeHub, fake_hub
 from tests.support.jobs import envelope
+from tests.support.redis_server import RedisServer, binary
 from tests.support.redis_topology import SentinelServers
+from tests.support.stack import ROOT
 from tests.unit.gateway import support
 
 MODEL = support.MODEL
@@ -279,6 +283,32 @@ async def test_contents_that_nobody_wants_are_deleted_and_others_are_not(
         async with asyncio.timeout(30):
             while (tmp_path / "store" / identities["flying"]).exists() or await adapters.drained():
                 await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("kind", ["valkey", "redis"])
+async def test_the_documented_rights_are_enough(kind: str, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "operations.md").read_text("utf-8")
+    more = re.search(r"ACL SETUSER ropeway (~rq.+)", page)
+    if binary(kind) is None:
+        pytest.skip(f"no {kind} server installed")
+    server = RedisServer(kind)
+    server.start()
+    try:
+        with with_users([server]):
+            admin = redis.Redis(port=server.port, username="admin", password="admin")
+            assert more is not None
+            admin.execute_command("ACL", "SETUSER", "ropeway", *more[1].split())
+            admin.close()
+            url = f"redis://ropeway:{ENCODED}@127.0.0.1:{server.port}/0"
+            client = connect(url)
+            await prepare(client)
+            source = write_adapter(tmp_path / "roots" / "a")
+            with tasks(url, tmp_path):
+                await ask(Adapters(client), url, str(source))
+                assert (await ended(Adapters(client))).content is not None
+            await client.aclose()
+    finally:
+        server.close()
 
 
 async def test_a_cluster_needs_a_place_for_tasks(tmp_path: Path) -> None:
