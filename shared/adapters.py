@@ -31,6 +31,8 @@ log = structlog.get_logger(__name__)
 
 #: Most names, where a caller sets no other limit.
 MAX_NAMES: Final = 10_000
+#: Most of an error's text that is kept: it may show what a file holds.
+_ERROR_CHARACTERS: Final = 1000
 #: Tries of a change that others keep changing.
 _ROUNDS: Final = 100
 
@@ -171,7 +173,7 @@ class Adapters(JobStore):
             done = held is not None and _is_pending(held, version)
             if held is None or not done:
                 return held
-            return msgspec.structs.replace(held, error=error, pending=None)
+            return msgspec.structs.replace(held, error=error[:_ERROR_CHARACTERS], pending=None)
 
         await self._change(name, change)
         return done

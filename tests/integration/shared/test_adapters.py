@@ -91,6 +91,13 @@ async def test_a_reload_that_fails_keeps_what_was_there_and_says_why(adapters: A
     assert after.error is None and after.version == 3
 
 
+async def test_an_error_as_long_as_a_file_is_cut(adapters: Adapters) -> None:
+    await adapters.begin("x", POOL, load(), replace=False)
+    assert await adapters.fail("x", 1, "é" * 300_000)
+    held = await adapters.find("x")
+    assert held is not None and held.pending is None and held.error == "é" * 1000
+
+
 async def test_a_load_that_was_overtaken_changes_nothing(adapters: Adapters) -> None:
     await adapters.begin("x", POOL, load("/a"), replace=False)
     with pytest.raises(ConflictError, match="under way"):
