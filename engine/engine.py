@@ -78,7 +78,7 @@ class Engine:
         library: AdapterLibrary[Adapter] | None = None,
     ) -> None:
         """Serve a model; with a `library` also its adapters, whose loading goes on beside the steps."""
-        self.library = library
+        self.library, self.tokenizer = library, tokenizer
         self._runner = runner
         self._info = info
         self._config = config

@@ -98,13 +98,16 @@ class LLM:
         )
         self._adapters = NamedAdapters(self._engine.library)
         self._info = self._engine.info()
-        self._tokenizer = Tokenizer.from_str(self._info.tokenizer_json)
+        self._tokenizer = self._engine.tokenizer
+        self._own_tokenizer: Tokenizer | None = None
         self._ids = count()
         self._seeds = None if seed is None else random.Random(seed)
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self._tokenizer
+        """The model's tokenizer: one of the caller's own, so that settings of it change nothing here."""
+        if self._own_tokenizer is None:
+            self._own_tokenizer = Tokenizer.from_str(self._info.tokenizer_json)
+        return self._own_tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` takes where it is given none: the generation config's values."""

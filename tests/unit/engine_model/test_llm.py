@@ -139,6 +139,16 @@ def test_default_params_are_the_generation_configs(llm: LLM) -> None:
     assert (params.temperature, params.top_k, params.top_p) == (0.5, 9, 1.0)
 
 
+def test_settings_of_the_caller_s_tokenizer_change_nothing_here(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    assert llm.get_tokenizer() is tokenizer
+    before = llm.generate("one two", SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)[0]
+    tokenizer.enable_truncation(1)
+    tokenizer.enable_padding(length=9)
+    after = llm.generate("one two", SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)[0]
+    assert after.prompt_token_ids == before.prompt_token_ids
+
+
 def test_a_refused_prompt_leaves_nothing_in_the_engine(llm: LLM) -> None:
     with pytest.raises(ContextLengthExceededError):
         llm.generate(["w5", {"prompt_token_ids": [1] * 300}], GREEDY, use_tqdm=False)
