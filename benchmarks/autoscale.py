@@ -130,15 +130,15 @@ Figure = Callable[[LaneLoad, float], float]
 def needed(target_s: float) -> Figure:
     """`needed_workers` of the gateway."""
     capacity = WorkerCapacity(SEQS)
-    return lambda load, drain: needed_workers(load, drain, capacity, target_s)
+    return lambda load, run_s: needed_workers(load, run_s, capacity, target_s)
 
 
-def jobs(load: LaneLoad, drain: float) -> float:
+def jobs(load: LaneLoad, run_s: float) -> float:
     """Queued and running, in workers."""
     return (load.queued_jobs + load.running_jobs) / SEQS
 
 
-def queued(load: LaneLoad, drain: float) -> float:
+def queued(load: LaneLoad, run_s: float) -> float:
     """Queued ones only, as a queue's length is often used."""
     return load.queued_jobs / SEQS
 
@@ -206,7 +206,7 @@ class Pool:
         self._take(now)
         load = self._counters()
         self._load.look(load, float(now + 1))
-        wanted = self._scaler.tick(now, lambda: self._figure(load, self._load.drain))
+        wanted = self._scaler.tick(now, lambda: self._figure(load, self._load.run_s))
         self._resize(now, wanted)
         self._drain(now)
         outcome.worker_s += len(self._workers)

@@ -22,6 +22,8 @@ log = structlog.get_logger(__name__)
 LOOK_S: Final = 1.0
 #: Weight of the newest look in the drain rate: about ten looks count.
 _NEWEST: Final = 0.2
+#: The same for how long jobs run: about fifty looks at a pool that has work; idle ones do not count.
+_NEWEST_RUN: Final = 0.02
 #: Tokens per second; a slower rate is that of a pool that was idle, and says nothing of how it drains.
 _LEAST_DRAIN: Final = 1.0
 #: Bounds of Retry-After in seconds; the first also where nothing is known of the rate.
@@ -30,13 +32,24 @@ RETRY_MIN_S, RETRY_MAX_S = 1.0, 60.0
 
 @dataclass(slots=True)
 class PoolLoad:
-    """A pool's counters, summed over its lanes, and the tokens of jobs that end per second."""
+    """A pool's counters, summed over its lanes, the tokens of jobs that end per second, and how long jobs run.
+
+    Attributes:
+        run_s: seconds that a job runs, weighted by its tokens: what runs over what ends (Little's law), as it was the
+            last time that there was work; 0 where nothing is known.
+    """
 
     load: LaneLoad = field(default_factory=LaneLoad)
     classes: Mapping[str, LaneLoad] = field(default_factory=lambda: dict.fromkeys(CLASSES, LaneLoad()))
     drain: float = 0.0
     paused: bool = False
     seen_at: float = 0.0
+    _ran: float = 0.0
+    _ended: float = 0.0
+
+    @property
+    def run_s(self) -> float:
+        return self._ran / self._ended if self._ended > 0 else 0.0
 
     def look(self, load: LaneLoad, now: float, classes: Mapping[str, LaneLoad] | None = None) -> None:
         """Take new counters over; without those of the classes, nothing is queued or running."""
@@ -44,8 +57,12 @@ class PoolLoad:
         ended = load.ended_tokens - self.load.ended_tokens
         # Counters of a lane vanish when it has been empty for long: then nothing is known of what ended.
         if self.seen_at and ended >= 0:
-            rate = ended / max(now - self.seen_at, 1e-3)
-            self.drain += _NEWEST * (rate - self.drain)
+            seconds = max(now - self.seen_at, 1e-3)
+            self.drain += _NEWEST * (ended / seconds - self.drain)
+            running = (self.load.running_tokens + load.running_tokens) / 2
+            if running or ended:
+                self._ran += _NEWEST_RUN * (running * seconds - self._ran)
+                self._ended += _NEWEST_RUN * (ended - self._ended)
         self.load, self.seen_at = load, now
 
     def retry_after(self) -> float:

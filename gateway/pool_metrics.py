@@ -50,6 +50,7 @@ def _families() -> dict[str, GaugeMetricFamily]:
         "workers": family("workers", "Workers that live; busy ones are among the ready", "state"),
         "needed_workers": family("needed_workers", "Full workers that there is work for"),
         "pool_drain_tokens_per_second": family("pool_drain_tokens_per_second", "Tokens of jobs that end per second"),
+        "pool_run_seconds": family("pool_run_seconds", "Seconds that a job runs, weighted by its tokens"),
         "pool_paused": family("pool_paused", "1 while the pool is paused"),
     }
 
@@ -62,4 +63,5 @@ def _add(families: dict[str, GaugeMetricFamily], state: PoolState) -> None:
         families["workers"].add_metric([state.pool, kind], count)
     families["needed_workers"].add_metric([state.pool], state.needed)
     families["pool_drain_tokens_per_second"].add_metric([state.pool], state.drain)
+    families["pool_run_seconds"].add_metric([state.pool], state.run_s)
     families["pool_paused"].add_metric([state.pool], float(state.paused))

@@ -33,6 +33,7 @@ class PoolState:
         known: whether a worker has ever said what the pool serves; without that nobody can submit to it.
         load: over all classes.
         drain: tokens of jobs that end per second.
+        run_s: seconds that a job runs, see `gateway.load`.
         workers: that live, by state: `ready`, `draining`, and how many of the ready ones are `busy`.
         needed: workers that there is work for, see `gateway.scaling`.
         target_s: that `needed` was made for.
@@ -44,6 +45,7 @@ class PoolState:
     load: LaneLoad
     classes: Mapping[str, LaneLoad]
     drain: float
+    run_s: float
     workers: Mapping[str, int]
     needed: float
     target_s: float
@@ -58,6 +60,7 @@ class PoolState:
             **_counters(self.load),
             "classes": {name: _counters(load) for name, load in self.classes.items()},
             "drain_tokens_per_s": round(self.drain, 3),
+            "run_s": round(self.run_s, 3),
             "workers": dict(self.workers),
             "needed_workers": round(self.needed, 4),
             "suggested_replicas": replicas(self.needed),
@@ -145,7 +148,7 @@ class PoolStates:
         if sizes:
             self._jobs[name] = fmean(sizes)
         capacity = WorkerCapacity(jobs or self._jobs.get(name, DEFAULT_JOBS), float(pool.kv_tokens))
-        drain = self.loads.of(name).drain
+        seen = self.loads.of(name)
         # More workers would take nothing of a pool that is paused; those that finish what runs are still needed.
         counted = LaneLoad(0, 0, load.running_jobs, load.running_tokens) if paused else load
         return PoolState(
@@ -154,13 +157,14 @@ class PoolStates:
             paused=paused,
             load=load,
             classes=classes,
-            drain=drain,
+            drain=seen.drain,
+            run_s=seen.run_s,
             workers={
                 "ready": len(ready),
                 "busy": sum(worker.running + worker.waiting > 0 for worker in ready),
                 "draining": sum(worker.state == "draining" for worker in workers),
             },
-            needed=needed_workers(counted, drain, capacity, target_s),
+            needed=needed_workers(counted, seen.run_s, capacity, target_s),
             target_s=target_s,
         )
 
@@ -174,6 +178,7 @@ def unknown(name: str, target_s: float) -> PoolState:
         load=_NOTHING,
         classes=dict.fromkeys(CLASSES, _NOTHING),
         drain=0.0,
+        run_s=0.0,
         workers={"ready": 0, "busy": 0, "draining": 0},
         needed=LEAST,  # one, whatever share of a worker an autoscaler aims at
         target_s=target_s,

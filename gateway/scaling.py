@@ -24,21 +24,21 @@ class WorkerCapacity:
         return max(jobs / self.jobs, tokens / self.tokens if self.tokens > 0 else 0.0)
 
 
-def needed_workers(load: LaneLoad, drain: float, capacity: WorkerCapacity, target_s: float) -> float:
+def needed_workers(load: LaneLoad, run_s: float, capacity: WorkerCapacity, target_s: float) -> float:
     """Full workers that a pool has work for; not rounded.
 
-    What runs counts with the room it takes. What is queued counts likewise, so that everything has a place at once; or,
-    if that is less, with the workers that start all of it within `target_s` at the rate at which workers end jobs now.
+    What runs counts with the room it takes. What is queued counts likewise, so that everything has a place at once; but
+    where jobs run for less than `target_s` a place serves several in that time, and so fewer workers are enough.
 
     Args:
-        drain: tokens of jobs that end per second, over all workers; 0: not known.
+        run_s: seconds that a job runs; 0: not known.
     """
     if load.queued_jobs + load.running_jobs <= 0:
         return 0.0
     running = capacity.share(load.running_jobs, load.running_tokens)
     queued = capacity.share(load.queued_jobs, load.queued_tokens)
-    if drain > 0 and running > 0:
-        queued = min(queued, load.queued_tokens / (target_s * drain / running))
+    if 0 < run_s < target_s:
+        queued *= run_s / target_s
     return max(running + queued, LEAST)
 
 
