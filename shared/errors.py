@@ -16,6 +16,7 @@ RopewayError
 ├── PayloadTooLargeError           413
 ├── OverloadedError                429  a limit of the queue or of a tenant; `retry_after` in seconds
 ├── ServiceUnavailableError        503  Redis is away, loading, full or read-only; `retry_after` in seconds
+│   └── StoreUnavailableError      503  the store of adapters is away, or an adapter is not in it
 ├── JobError                       500  a job ended with an error
 │   ├── JobExpiredError            504  its deadline passed
 │   └── EngineError                500  this request made the engine fail; the batch went on
@@ -155,6 +156,12 @@ class ServiceUnavailableError(RopewayError):
     status = 503
     type = "service_unavailable_error"
     code = "service_unavailable"
+
+
+class StoreUnavailableError(ServiceUnavailableError):
+    """The store of adapters is away, full or forbidden, or an adapter is not (yet) in it."""
+
+    code = "adapter_store_unavailable"
 
 
 class JobError(RopewayError):

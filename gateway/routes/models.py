@@ -22,7 +22,7 @@ async def list_models(request: Request) -> dict[str, Any]:
     adapters = [
         _adapter(record, pools[record.pool])
         for record in await services.adapters.records()
-        if record.pool in pools and record.name not in pools
+        if record.pool in pools and pools[record.pool].card.max_lora_rank and record.name not in pools
     ]
     return {"object": "list", "data": [*map(_model, pools.values()), *adapters]}
 

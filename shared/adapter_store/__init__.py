@@ -10,8 +10,9 @@ import os
 import re
 from pathlib import Path
 
-from shared.adapter_store.base import AdapterStore, StoreUnavailableError
+from shared.adapter_store.base import AdapterStore
 from shared.adapter_store.local import FolderStore
+from shared.errors import StoreUnavailableError
 
 __all__ = ["AdapterStore", "FolderStore", "StoreUnavailableError", "default_store", "open_store", "user_cache_dir"]
 

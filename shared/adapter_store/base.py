@@ -14,7 +14,7 @@ from typing import IO, Final
 
 import structlog
 
-from shared.errors import AdapterError, ServiceUnavailableError
+from shared.errors import AdapterError, StoreUnavailableError
 from shared.lora.files import FILES, IDENTITY_PATTERN
 from shared.lora.peft_config import CONFIG_FILE
 
@@ -25,12 +25,6 @@ RETRY_AFTER_S: Final = 2.0
 #: Folders of a store that hold no adapter.
 INCOMING, UPLOADS = ".incoming", "uploads"
 _UPLOAD_PATTERN = re.compile(r"[0-9a-f]{32}")
-
-
-class StoreUnavailableError(ServiceUnavailableError):
-    """The store is away, full or forbidden, or an adapter is not (yet) in it."""
-
-    code = "adapter_store_unavailable"
 
 
 class AdapterStore(ABC):

@@ -14,13 +14,12 @@ from shared.adapter_store.base import (
     RETRY_AFTER_S,
     UPLOADS,
     AdapterStore,
-    StoreUnavailableError,
     checked,
     checked_upload,
     sweep_folder,
     trouble,
 )
-from shared.errors import AdapterError
+from shared.errors import AdapterError, StoreUnavailableError
 from shared.lora.files import FILES, content_identity
 
 

@@ -15,12 +15,11 @@ from shared.adapter_store.base import (
     RETRY_AFTER_S,
     UPLOADS,
     AdapterStore,
-    StoreUnavailableError,
     checked,
     checked_upload,
     trouble,
 )
-from shared.errors import AdapterError, InvalidRequestError
+from shared.errors import AdapterError, InvalidRequestError, StoreUnavailableError
 from shared.lora.files import FILES, content_identity
 from shared.lora.peft_config import CONFIG_FILE
 

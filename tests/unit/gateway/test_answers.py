@@ -11,6 +11,7 @@ import pytest
 from gateway.answers import Answer, Shape, from_result
 from gateway.errors import error_of, public
 from shared.errors import (
+    AdapterError,
     EngineError,
     JobError,
     JobExpiredError,
@@ -209,6 +210,8 @@ def test_an_error_frame_keeps_its_text_and_closes_every_choice() -> None:
         (ErrorInfo(message="secret", code="protocol_error"), ProtocolError, False),
         (ErrorInfo(message="late", code="deadline_exceeded", status=504), JobExpiredError, True),
         (ErrorInfo(message="away", code="service_unavailable", status=503), ServiceUnavailableError, True),
+        (ErrorInfo(message="away", code="adapter_store_unavailable", status=503), ServiceUnavailableError, True),
+        (ErrorInfo(message="broken", code="invalid_adapter", status=400), AdapterError, True),
         (ErrorInfo(message="bad", code=None, status=400, param="n"), RopewayError, True),
     ],
 )
