@@ -65,8 +65,8 @@ class PullBudget:
         suspects: how many more jobs it may take that two workers died with; keep it small, so that a job that kills its
             workers makes few others look like it.
         adapters: identities of those that the caller has jobs of.
-        more_adapters: of how many others it may have jobs too; None for any. One of a job that has waited for two
-            seconds is let in beyond that, as are those of jobs that another worker has begun.
+        more_adapters: of how many others it may have jobs too; None for any. One of a job that has waited for half
+            a second is let in beyond that, as are those of jobs that another worker has begun.
     """
 
     sequences: Mapping[str, int]

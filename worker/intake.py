@@ -40,7 +40,8 @@ class IntakeConfig:
     """Where to pull, and seconds.
 
     Attributes:
-        max_adapters: most adapters whose jobs are held, but for jobs that nobody else takes; None: any number.
+        max_adapters: most adapters whose jobs are held where there are other workers, but for jobs that nobody else
+            takes; None: any number.
     """
 
     pool: str
@@ -69,6 +70,8 @@ class Intake:
         self._pull_store, self._read_store, self._config, self._rule = pull_store, read_store, config, rule
         self._loop, self._holdings, self._admission, self._metrics = loop, holdings, admission, metrics
         self._homes: frozenset[int] = frozenset(range(config.lanes))
+        # No other worker is there to take what this one does not.
+        self._alone = False
         self._hot: set[int] = set()
         self._blocked: set[int] = set()
         self._rests: dict[int, float] = {}
@@ -92,6 +95,7 @@ class Intake:
 
     def owners(self, owners: Sequence[str]) -> None:
         """The workers that live: this one's home lanes follow from them."""
+        self._alone = len(owners) < 2
         if self._config.owner in owners:
             homes = frozenset(keys.home_lanes(self._config.owner, owners, self._config.lanes))
             self._empty, self._homes = self._empty and homes == self._homes, homes
@@ -260,7 +264,7 @@ class Intake:
             return None
         suspects = max(0, _SUSPECTS - sum(job.suspect for job in held))
         adapters = frozenset(filter(None, (job.envelope.adapter_identity for job in held)))
-        most = self._config.max_adapters
+        most = None if self._alone else self._config.max_adapters
         more = None if most is None else max(0, most - len(adapters))
         return replace(budget, idle=not held, suspects=suspects, adapters=adapters, more_adapters=more)
 

@@ -21,7 +21,7 @@ local PATIENCE_MS = 1000
 local AGED_MS = 30000
 -- A job that has waited this long for a worker with a place for its adapter is taken without one, one in each pull: a worker
 -- that had a place would have taken it by now.
-local ADAPTER_PATIENCE_MS = 2000
+local ADAPTER_PATIENCE_MS = 500
 -- Deaths of its workers after which a job is a suspect and goes out with few others, those after which it runs alone, and
 -- deaths while alone before it is buried. One death makes no suspect: when a node is lost, all of its jobs go on at once.
 local SUSPECT_AFTER, ALONE_AFTER, ALONE_DEATHS = 2, 3, 2

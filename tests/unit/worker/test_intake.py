@@ -321,6 +321,18 @@ async def test_the_budget_says_which_adapters_are_here_and_how_many_more_may_com
         assert (budget.adapters, budget.more_adapters) == ({"a" * 32, "b" * 32}, 1)
 
 
+async def test_a_worker_that_is_alone_takes_jobs_of_any_number_of_adapters() -> None:
+    async with Setup(max_adapters=3) as s:
+        for owners, more in ((["me"], None), (["me", "other"], 3)):
+            s.intake.owners(owners)
+            s.lanes.pulls.clear()
+            s.lanes.queued = {1: 1}
+            s.intake.wake(1)
+            await s.lanes.until(lambda: bool(s.lanes.pulls))
+            assert s.lanes.pulls[0][1].more_adapters == more
+            s.finish(s.engine.jobs[0])
+
+
 async def test_where_no_adapters_are_served_there_is_no_limit_of_them() -> None:
     async with Setup() as s:
         s.lanes.queued = {1: 1}
