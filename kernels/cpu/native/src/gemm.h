@@ -221,19 +221,27 @@ static void linear_block(const Linear& l, const Batch& batch, int64_t first, int
 
 // How a product falls into tasks.
 struct LinearCut {
-    int64_t row_blocks, rows_each, panel_blocks, panels_each;
+    int64_t row_blocks, rows_each, panel_blocks, groups, group;
+    int64_t tasks() const { return row_blocks * panel_blocks; }
+    int64_t panel(int64_t block) const { return groups * block / panel_blocks * group; }
 };
 
-static inline LinearCut cut_linear(const Linear& l, int64_t rows, int threads) {
+// `group`: panels that stay together.
+static inline LinearCut cut_panels(int64_t panels, int64_t group, int64_t rows, int threads) {
     LinearCut cut;
     cut.row_blocks = (rows + kRowBlock - 1) / kRowBlock;
     cut.rows_each = cut.row_blocks ? (rows + cut.row_blocks - 1) / cut.row_blocks : 1;
-    const int64_t group = l.epilogue == kLogits ? kPeak / NR : 1, groups = panels_of(l) / group;
-    // Enough tasks for nobody to wait long for the last, and few enough for the counting to cost nothing.
-    const int64_t wanted = std::max<int64_t>(1, threads * 8 / std::max<int64_t>(1, cut.row_blocks));
-    cut.panels_each = std::max<int64_t>(1, groups / wanted) * group;
-    cut.panel_blocks = (panels_of(l) + cut.panels_each - 1) / cut.panels_each;
+    cut.groups = panels / group, cut.group = group;
+    // Enough tasks for nobody to wait long for the last, and few enough for the counting to cost nothing: a product of
+    // one row takes some microseconds, of which sixteen counts by two threads would be a tenth.
+    const int64_t each = rows <= 8 ? 2 : rows <= 64 ? 4 : 8;
+    const int64_t wanted = std::max<int64_t>(1, threads * each / std::max<int64_t>(1, cut.row_blocks));
+    cut.panel_blocks = std::max<int64_t>(1, std::min(cut.groups, wanted));
     return cut;
+}
+
+static inline LinearCut cut_linear(const Linear& l, int64_t rows, int threads) {
+    return cut_panels(panels_of(l), l.epilogue == kLogits ? kPeak / NR : 1, rows, threads);
 }
 
 static inline void run_linear(const Linear& l, const Batch& batch, int threads, int64_t task) {
@@ -241,7 +249,7 @@ static inline void run_linear(const Linear& l, const Batch& batch, int threads, 
     const LinearCut cut = cut_linear(l, rows, threads);
     const int64_t row_block = task / cut.panel_blocks, panel_block = task % cut.panel_blocks;
     const int64_t first = row_block * cut.rows_each, last = std::min(rows, first + cut.rows_each);
-    const int64_t begin = panel_block * cut.panels_each, end = std::min(panels_of(l), begin + cut.panels_each);
+    const int64_t begin = cut.panel(panel_block), end = cut.panel(panel_block + 1);
     if (l.dtype == kBFloat16)
         linear_block<bf16>(l, batch, first, last, begin, end);
     else

@@ -27,8 +27,7 @@ class Program {
         const Instruction& i = instructions_[phase];
         if (batch_.rows == 0) return 0;
         if (i.op == kLinear) {
-            const LinearCut cut = cut_linear(*(const Linear*)i.record, batch_.rows, threads_);
-            return cut.row_blocks * cut.panel_blocks;
+            return cut_linear(*(const Linear*)i.record, batch_.rows, threads_).tasks();
         }
         if (i.op == kAttention) {
             const Attention& a = *(const Attention*)i.record;
@@ -43,8 +42,7 @@ class Program {
         if (i.op == kScreenRows) {
             screen_ = std::make_unique<ScreenSpace>(batch_.rows, ((const Screen*)i.record)->in, threads_);
         } else if (i.op == kScreenColumns) {
-            const LinearCut cut = cut_screen(*(const Screen*)i.record, batch_.rows, threads_);
-            return cut.row_blocks * cut.panel_blocks;
+            return cut_screen(*(const Screen*)i.record, batch_.rows, threads_).tasks();
         } else if (i.op == kScreenPick) {
             return batch_.rows;
         }

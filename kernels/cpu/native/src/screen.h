@@ -331,18 +331,15 @@ static inline void screen_columns(ScreenedRow& row, Candidates& found, const uin
     }
 }
 
-// How the 8-bit product falls into tasks: as a product without a block's maxima does.
 static inline LinearCut cut_screen(const Screen& s, int64_t rows, int threads) {
-    Linear l{};
-    l.out_width = s.vocab, l.epilogue = kPlain;
-    return cut_linear(l, rows, threads);
+    return cut_panels((s.vocab + NR - 1) / NR, 1, rows, threads);
 }
 
 static inline void run_screen_columns(const Screen& s, int64_t rows, int64_t task, int thread, ScreenSpace& space) {
     const LinearCut cut = cut_screen(s, rows, space.threads);
     const int64_t first = task / cut.panel_blocks * cut.rows_each, last = std::min(rows, first + cut.rows_each);
-    const int64_t begin = task % cut.panel_blocks * cut.panels_each;
-    const int64_t end = std::min((s.vocab + NR - 1) / NR, begin + cut.panels_each), quads = quads_of(s.in);
+    const int64_t begin = cut.panel(task % cut.panel_blocks), end = cut.panel(task % cut.panel_blocks + 1);
+    const int64_t quads = quads_of(s.in);
     alignas(64) int32_t c[MR * NR];
     for (int64_t p = begin; p < end; p++) {
         const uint8_t* panel = s.coarse + p * coarse_panel_bytes(s.in);
