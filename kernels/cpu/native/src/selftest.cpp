@@ -51,7 +51,7 @@ Batch rows_only(int64_t rows) {
 }
 
 // Adapters of three slots in a layer of two parts: the second slot leaves the layer as it is. Rows use the slots and the
-// base model in turns. All packed matrices are exactly as large as they have to be.
+// base model in turns, where there are many in runs. All packed matrices are exactly as large as they have to be.
 template <class T>
 struct Adapted {
     static constexpr int64_t slots = 3, parts = 2;
@@ -69,15 +69,17 @@ struct Adapted {
         std::memset((void*)low.get(), 0xff, rows * stride * sizeof(T));  // NaN wherever nothing is written
         record = {site, x, table, low.get(), in, stride, dtype_of<T>};
         for (int64_t slot = 0; slot < slots; slot++) fill(site, slot);
+        for (int64_t r = 0; r < rows; r++) of_row.push_back(r / (rows > MR ? 5 : 1) % (slots + 1) - 1);
         for (int64_t slot = 0; slot < slots; slot++) {
-            for (int64_t r = slot + 1, taken = 0; r < rows; r += slots + 1, taken++) {
-                if (taken % kLoraRows == 0) tile_slots.push_back(slot), firsts.push_back((int64_t)order.size());
+            int64_t taken = 0;
+            for (int64_t r = 0; r < rows; r++) {
+                if (of_row[r] != slot) continue;
+                if (taken++ % kLoraRows == 0) tile_slots.push_back(slot), firsts.push_back((int64_t)order.size());
                 order.push_back(r);
             }
-            if (slot + 1 < rows) active.push_back(slot);
+            if (taken) active.push_back(slot);
         }
         firsts.push_back((int64_t)order.size());
-        for (int64_t r = 0; r < rows; r++) of_row.push_back(r % (slots + 1) - 1);
     }
 
     void fill(const LoraSite& site, int64_t slot) {
