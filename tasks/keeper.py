@@ -22,7 +22,7 @@ from tasks.metrics import TasksMetrics
 
 _log = structlog.stdlib.get_logger("tasks.keeper")
 
-#: Seconds that a load may be nobody's: from the request to its task, from a death to the end of its lease.
+#: Seconds that a load may be nobody's: from the request to its task, from its task to its first sign of life.
 _ABANDONED_S: Final = 10.0
 #: How often a load is begun anew after a death.
 _MOST_STARTS: Final = 3
@@ -58,6 +58,8 @@ class Keeper:
         self._metrics, self._every_s, self._retention_s = metrics, every_s, retention_s
         self._name = uuid.uuid4().hex
         self._rounds = 0
+        #: Loads at which nobody was seen, since when; a task that is just being begun is such for a moment.
+        self._missed: dict[tuple[str, int, int], float] = {}
         self.looked_at = time.monotonic()
         self.seen_redis = 0.0
 
@@ -87,6 +89,8 @@ class Keeper:
         for record in records:
             if record.pending is not None:
                 await self._look_after(record, record.pending)
+        under_way = {(r.name, r.pending.version, r.pending.starts) for r in records if r.pending is not None}
+        self._missed = {load: since for load, since in self._missed.items() if load in under_way}
         if self._rounds % _TIDY_ROUNDS == 0:
             await self.tidy()
         self._rounds += 1
@@ -104,16 +108,19 @@ class Keeper:
 
     async def _look_after(self, record: AdapterRecord, pending: PendingLoad) -> None:
         """Begin a load anew that nobody is at, or give it up."""
-        now = await self._adapters.clock_ms()
-        if now - pending.since_ms < _ABANDONED_S * 1e3 or await self._adapters.is_loading(record.name, pending.version):
+        load = (record.name, pending.version, pending.starts)
+        if await self._adapters.is_loading(*load[:2]) or await asyncio.to_thread(self._queue.waits, *load):
+            self._missed.pop(load, None)
             return
-        if await asyncio.to_thread(self._queue.waits, record.name, pending.version, pending.starts):
+        if time.monotonic() - self._missed.setdefault(load, time.monotonic()) < _ABANDONED_S:
             return
+        del self._missed[load]
         if pending.starts >= _MOST_STARTS:
             why = f"the load was given up: the process that was at it died {pending.starts + 1} times"
             await self._adapters.fail(record.name, pending.version, why)
             _log.error("load given up", adapter=record.name, version=pending.version)
             return
+        now = await self._adapters.clock_ms()
         again = await self._adapters.restart(record.name, pending.version, now)
         if again is not None:
             await asyncio.to_thread(self._queue.load_adapter, record.name, again.version, again.starts)

@@ -72,7 +72,7 @@ async def ask(adapters: Adapters, url: str, source: str, name: str = "x") -> int
     return record.pending.version
 
 
-async def ended(adapters: Adapters, name: str = "x", seconds: float = 90) -> AdapterRecord:
+async def ended(adapters: Adapters, name: str = "x", seconds: float = 200) -> AdapterRecord:
     """The record once no load is under way."""
     async with asyncio.timeout(seconds):
         while True:
@@ -313,7 +313,7 @@ async def test_the_documented_rights_are_enough(kind: str, tmp_path: Path) -> No
 
 async def test_a_cluster_needs_a_place_for_tasks(tmp_path: Path) -> None:
     process = TasksProcess("redis+cluster://127.0.0.1:1", tmp_path / "log", adapter_store=str(tmp_path))
-    assert process.popen.wait(30) == os.EX_CONFIG
+    assert process.popen.wait(120) == os.EX_CONFIG
     assert "ROPEWAY_TASKS_REDIS_URL" in process.log.read_text()
 
 

@@ -59,7 +59,7 @@ class TasksProcess:
                 [sys.executable, "-m", "tasks"], cwd=ROOT, env={**os.environ, **env}, stdout=out, stderr=out
             )
 
-    def wait_ready(self, timeout: float = 30) -> None:
+    def wait_ready(self, timeout: float = 150) -> None:
         """Until it answers /ready. Raises RuntimeError with its log where it does not in time."""
         until = time.monotonic() + timeout
         while time.monotonic() < until and self.popen.poll() is None:
@@ -75,7 +75,7 @@ class TasksProcess:
         """Signal it and wait; the exit code."""
         if self.popen.poll() is None:
             self.popen.send_signal(how)
-        return self.popen.wait(30)
+        return self.popen.wait(90)
 
 
 @contextmanager
