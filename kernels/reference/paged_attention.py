@@ -39,16 +39,16 @@ def paged_attention(
     if window is not None or soft_cap is not None or scales is not None:
         return _attend_plainly(query, cache, batch, scale, window, soft_cap, scales)
     if len(batch.groups) == 1:
-        return _attend_rows(query, cache, batch.groups[0], scale)
+        return attend_rows(query, cache, batch.groups[0], scale)
     parts: list[torch.Tensor] = []
     first = 0
     for group in batch.groups:
-        parts.append(_attend_rows(query.narrow(0, first, group.rows), cache, group, scale))
+        parts.append(attend_rows(query.narrow(0, first, group.rows), cache, group, scale))
         first += group.rows
     return torch.cat(parts)
 
 
-def _attend_rows(query: torch.Tensor, cache: torch.Tensor, group: AttentionGroup, scale: float) -> torch.Tensor:
+def attend_rows(query: torch.Tensor, cache: torch.Tensor, group: AttentionGroup, scale: float) -> torch.Tensor:
     """[rows, heads, head_dim] -> [rows, heads * head_dim]."""
     if group.pad is None or group.unpad is None:
         return _attend(query, cache, group, scale).reshape(group.rows, -1)

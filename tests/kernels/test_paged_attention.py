@@ -92,6 +92,19 @@ def test_attention_of_a_mixed_batch(cpu_ops: Ops, name: str, heads: int, kv_head
     assert torch.allclose(actual.double(), expected, atol=1e-5 if dtype == torch.float32 else 2e-2)
 
 
+@pytest.mark.parametrize("lengths", [[9] * 12, [5, 31, 17, 8, 30, 29, 3, 12, 1, 22, 16, 15], [40, 2] * 6, [64] * 5])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 3), (6, 2)])
+def test_many_decodes_in_bfloat16(cpu_ops: Ops, lengths: list[int], heads: int, kv_heads: int) -> None:
+    torch.manual_seed(8)
+    pool = Pool(random.Random(6), 4, kv_heads, torch.bfloat16, 300)
+    spans = [*[pool.span(length - 1, 1) for length in lengths], pool.span(2, 3)]
+    query = torch.randn(len(lengths) + 3, heads, DIM).bfloat16()
+    batch = build_batch(spans, pool.layout)
+    spans = [spans[index] for index in batch.order]
+    actual = cpu_ops.paged_attention(query, pool.cache, batch.attention, DIM**-0.5)
+    assert torch.allclose(actual.double(), naive(pool, spans, query, DIM**-0.5), atol=2e-2)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_random_batches_over_random_block_sizes(cpu_ops: Ops, seed: int) -> None:
     rng = random.Random(seed)
