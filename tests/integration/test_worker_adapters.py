@@ -85,6 +85,7 @@ async def test_what_a_pool_says_of_its_adapters(valkey_url: str, tmp_path: Path)
 async def test_a_first_request_of_fifty_reads_once(valkey_url: str, tmp_path: Path) -> None:
     identity = put_adapter(tmp_path, 1)
     async with harness(valkey_url) as h:
+        await h.name_adapter("sql", identity)
         worker = await h.worker(**lora(tmp_path, sim_adapter_load_ms=300, max_num_seqs=64))
         jobs = [job(n, lane=n % LANES, adapter=identity, max_tokens=5) for n in range(50)]
         followers = [await h.submit(envelope) for envelope in jobs]
