@@ -42,7 +42,7 @@ KEY = "autoscaler"
 #: Between two looks of this stand-in at its processes.
 TICK_S = 0.05
 #: Seconds that anything may take before it counts as failed.
-PATIENCE_S = 90.0
+PATIENCE_S = 180.0
 
 
 @dataclass(frozen=True, slots=True)

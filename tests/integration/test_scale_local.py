@@ -8,6 +8,7 @@ from benchmarks.scale_local import Plan, run
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_one_request_wakes_a_pool_and_no_stream_is_cut_when_it_shrinks() -> None:
     figures = run(Plan(workers=3, burst=24, burst_tokens=60, long=12, long_tokens=700)).figures
     assert figures["replicas_max"] >= 2
