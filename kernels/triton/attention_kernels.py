@@ -10,8 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-
 
 @triton.jit
 def _walk(
@@ -29,7 +27,7 @@ def _walk(
     token_stride,
     value_offset,
     scale,
-    soft_cap,
+    cap_scale,
     MASKED: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     DIM: tl.constexpr,
@@ -38,7 +36,11 @@ def _walk(
     KEYS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Go on with a tile's rows over the keys [first, end): row i sees those in [low[i], high[i])."""
+    """Go on with a tile's rows over the keys [first, end): row i sees those in [low[i], high[i]).
+
+    `scale` takes scores, or with SOFT_CAP their hyperbolic tangents, to units of log 2; `cap_scale` takes scores to
+    twice the tangent's argument in units of log 2.
+    """
     dim = tl.arange(0, DIM_PADDED)
     for start in range(first, end, KEYS):
         position = start + tl.arange(0, KEYS)
@@ -55,18 +57,18 @@ def _walk(
             key = tl.load(keys)
         else:
             key = tl.load(keys, mask=(dim < DIM)[:, None], other=0.0)
-        score = tl.dot(query, key.to(DOT), input_precision="ieee") * scale
+        score = tl.dot(query, key.to(DOT), input_precision="ieee")
         if SOFT_CAP:
-            # cap * tanh(score / cap), and only then to units of log 2.
-            squashed = 1.0 - 2.0 / (tl.exp2(tl.minimum(score * (2.0 * LOG2_E / soft_cap), 126.0)) + 1.0)
-            score = squashed * (soft_cap * LOG2_E)
+            # tanh(score / cap); its scale is that of the units.
+            score = 1.0 - 2.0 / (tl.exp2(tl.minimum(score * cap_scale, 126.0)) + 1.0)
         if MASKED:
             seen = (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
             score = tl.where(seen, score, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))
+        # The scale is positive: it is multiplied after the maximum, and within the subtraction.
+        new_top = tl.maximum(top, tl.max(score, 1) * scale)
         # A row that has seen nothing yet stays at -inf, which must not be subtracted from itself.
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weight = tl.exp2(score - base[:, None])
+        weight = tl.exp2(score * scale - base[:, None])
         fade = tl.exp2(top - base)
         total = total * fade + tl.sum(weight, 1)
         if MASKED:
@@ -100,7 +102,7 @@ def decode_kernel(
     head_stride,
     out_stride,
     scale,
-    soft_cap,
+    cap_scale,
     window,
     PER_KV_HEAD: tl.constexpr,
     ROWS: tl.constexpr,
@@ -138,7 +140,10 @@ def decode_kernel(
     places = query + token * query_stride + head[:, None] * query_head_stride + dim[None, :]
     q = tl.load(places, mask=inside, other=0.0).to(DOT)
     if SCALED:
-        scale *= tl.load(scales)
+        if SOFT_CAP:
+            cap_scale *= tl.load(scales)
+        else:
+            scale *= tl.load(scales)
     mixed = tl.zeros((ROWS, DIM_PADDED), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -148,11 +153,11 @@ def decode_kernel(
     whole = first + tl.maximum(end - first, 0) // KEYS * KEYS
     mixed, top, total = _walk(
         q, mixed, top, total, first, whole, low, high, blocks + table, my_cache, block_stride, token_stride,
-        value_offset, scale, soft_cap, False, SOFT_CAP, DIM, DIM_PADDED, BLOCK_SIZE, KEYS, DOT,
+        value_offset, scale, cap_scale, False, SOFT_CAP, DIM, DIM_PADDED, BLOCK_SIZE, KEYS, DOT,
     )  # fmt: skip
     mixed, top, total = _walk(
         q, mixed, top, total, whole, end, low, high, blocks + table, my_cache, block_stride, token_stride,
-        value_offset, scale, soft_cap, True, SOFT_CAP, DIM, DIM_PADDED, BLOCK_SIZE, KEYS, DOT,
+        value_offset, scale, cap_scale, True, SOFT_CAP, DIM, DIM_PADDED, BLOCK_SIZE, KEYS, DOT,
     )  # fmt: skip
     if SCALED:
         mixed *= tl.load(scales + 1)
@@ -228,7 +233,7 @@ def prefill_kernel(
     head_stride,
     out_stride,
     scale,
-    soft_cap,
+    cap_scale,
     window,
     PER_KV_HEAD: tl.constexpr,
     ROWS: tl.constexpr,
@@ -259,7 +264,10 @@ def prefill_kernel(
     places = query + token[:, None] * query_stride + head[:, None] * query_head_stride + dim[None, :]
     q = tl.load(places, mask=inside, other=0.0).to(DOT)
     if SCALED:
-        scale *= tl.load(scales)
+        if SOFT_CAP:
+            cap_scale *= tl.load(scales)
+        else:
+            scale *= tl.load(scales)
     mixed = tl.zeros((ROWS, DIM_PADDED), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -277,11 +285,11 @@ def prefill_kernel(
         whole = least // KEYS * KEYS
         mixed, top, total = _walk(
             q, mixed, top, total, first, whole, low, high, blocks + table, my_cache, block_stride, token_stride,
-            value_offset, scale, soft_cap, False, SOFT_CAP, DIM, DIM_PADDED, BLOCK_SIZE, KEYS, DOT,
+            value_offset, scale, cap_scale, False, SOFT_CAP, DIM, DIM_PADDED, BLOCK_SIZE, KEYS, DOT,
         )  # fmt: skip
     mixed, top, total = _walk(
         q, mixed, top, total, whole, end, low, high, blocks + table, my_cache, block_stride, token_stride,
-        value_offset, scale, soft_cap, True, SOFT_CAP, DIM, DIM_PADDED, BLOCK_SIZE, KEYS, DOT,
+        value_offset, scale, cap_scale, True, SOFT_CAP, DIM, DIM_PADDED, BLOCK_SIZE, KEYS, DOT,
     )  # fmt: skip
     if SCALED:
         mixed *= tl.load(scales + 1)

@@ -9,7 +9,7 @@ import torch
 
 from kernels.attention import AttentionBatch
 from kernels.ops import register
-from kernels.triton.attention_kernels import LOG2_E, decode_kernel, merge_kernel, prefill_kernel
+from kernels.triton.attention_kernels import decode_kernel, merge_kernel, prefill_kernel
 from kernels.triton.attention_plan import MOST_SPLITS, AttentionPlan, plan_attention
 from kernels.triton.attention_tiles import decode_tile, prefill_tile
 from kernels.triton.launch import (
@@ -25,6 +25,7 @@ from kernels.triton.launch import (
 
 BLOCK_SIZES = (16, 32)
 MOST_HEADS_PER_KV_HEAD = 64
+_LOG2_E = 1.4426950408889634
 
 
 @dataclass(slots=True)
@@ -50,7 +51,8 @@ def paged_attention(
     Raises:
         KernelInputError: the arguments are not served.
     """
-    _check_inputs(query, cache, batch, window, soft_cap, scales)
+    check("paged_attention", scale > 0.0, f"a scale of {scale}")
+    _check_inputs(query, cache, window, soft_cap, scales)
     tokens, heads, dim = query.shape
     kv_heads = cache.shape[3]
     target, padded = target_of(query.device), max(16, power_of_2(dim))
@@ -65,8 +67,8 @@ def paged_attention(
         "value_offset": cache.stride(2),
         "head_stride": cache.stride(3),
         "out_stride": out.stride(0),
-        "scale": scale if soft_cap is not None else scale * LOG2_E.value,
-        "soft_cap": 1.0 if soft_cap is None else soft_cap,
+        "scale": (scale if soft_cap is None else soft_cap) * _LOG2_E,
+        "cap_scale": 0.0 if soft_cap is None else 2.0 * _LOG2_E * scale / soft_cap,
         "window": 0 if window is None else window,
         "scales": query if scales is None else scales,
         "PER_KV_HEAD": heads // kv_heads,
@@ -160,7 +162,6 @@ def unserved(head_dim: int, block_size: int, per_kv_head: int) -> str | None:
 def _check_inputs(
     query: torch.Tensor,
     cache: torch.Tensor,
-    batch: AttentionBatch,
     window: int | None,
     soft_cap: float | None,
     scales: torch.Tensor | None,

@@ -207,7 +207,7 @@ def _attend(
     types = {"query": p, "cache": f"*{cache or dtype}", "blocks": "*i64", "plan": "*i32", "out": p,
              "scales": "*fp32" if cache else p, "query_stride": "i32", "query_head_stride": "i32",
              "block_stride": "i32", "token_stride": "i32", "value_offset": "i32", "head_stride": "i32",
-             "out_stride": "i32", "scale": "fp32", "soft_cap": "fp32", "window": "i32"}  # fmt: skip
+             "out_stride": "i32", "scale": "fp32", "cap_scale": "fp32", "window": "i32"}  # fmt: skip
     common = {"PER_KV_HEAD": per_kv_head, "DIM": dim, "DIM_PADDED": padded, "BLOCK_SIZE": 16,
               "DOT": {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}[dtype],
               "WINDOW": False, "SOFT_CAP": False, "SCALED": False, **constants}  # fmt: skip

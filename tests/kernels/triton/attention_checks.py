@@ -57,6 +57,7 @@ CASES: dict[str, Case] = {
     "mixed": Case([[(11, 1), (3, 1), (0, 5), (8, 4), (6, 1), (300, 1), (40, 20)]]),
     "mixed, window and soft cap": Case([[(311, 1), (3, 1), (0, 25), (48, 24)]], window=20, soft_cap=4.0),
     "groups": Case([[(5, 1), (9, 1)], [(0, 7), (4, 3)], [(280, 1)]]),
+    "float8, soft cap": Case([[(20, 1), (3, 30)]], float8=True, soft_cap=3.0),
     "float8": Case([[(11, 1), (300, 1), (0, 25), (48, 24)]], float8=True, heads=4, dim=128),
 }
 

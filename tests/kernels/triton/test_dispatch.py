@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,9 @@ from kernels import ops
 from kernels.backends import prepare_triton
 from kernels.errors import KernelsUnavailableError
 from kernels.ops import is_triton, ops_for, wants_groups
+from shared.settings import WorkerSettings
 from tests.support.tiny_llama import save_tiny_model
+from worker.engines import build_engine as build_worker_engine
 
 #: What there are kernels for.
 KERNELS = {
@@ -56,6 +61,24 @@ def test_an_engine_takes_what_is_asked_for(folder: Path, caplog: pytest.LogCaptu
         assert is_triton(taken(folder, kernels="triton"))
     assert "Triton's kernels run in its interpreter on a CPU: for tests, not for work" in caplog.text
     assert taken(folder, kernels="reference") == ops_for("cpu", kernels="reference")
+
+
+def test_a_worker_passes_its_setting_on(folder: Path) -> None:
+    settings = WorkerSettings(
+        model=str(folder), device="cpu", kernels="triton", num_blocks=4, cache_dir=folder / "cache", max_model_len=64
+    )  # type: ignore[call-arg]
+    assert is_triton(build_worker_engine(settings)._runner._ops)  # type: ignore[attr-defined]
+
+
+def test_a_process_sets_the_interpreter_by_itself() -> None:
+    code = (
+        "import torch; from kernels.ops import ops_for\n"
+        "ops = ops_for('cpu', kernels='triton')\n"
+        "print(ops.embed(torch.eye(3), torch.tensor([2, 0])).tolist())"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "[[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]"
 
 
 def test_a_model_that_is_not_served_is_refused_at_load(folder: Path) -> None:

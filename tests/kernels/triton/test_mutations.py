@@ -118,8 +118,9 @@ MUTATIONS = {
     "attention: sums do not fade": Mutation(
         "attention_kernels", "total = total * fade +", "total = total +", attention("decodes within one cut")
     ),
-    "attention: soft cap in the wrong unit": Mutation(
-        "attention_kernels", "squashed * (soft_cap * LOG2_E)", "squashed * soft_cap", attention("decodes, soft cap")
+    "attention: soft cap of the wrong scale": Mutation(
+        "attention_kernels", "tl.minimum(score * cap_scale, 126.0)", "tl.minimum(score * scale, 126.0)",
+        attention("decodes, soft cap"),
     ),
     "decode: window one too long": Mutation(
         "attention_kernels", "begin = tl.maximum(length - window, 0)", "begin = tl.maximum(length - window - 1, 0)",

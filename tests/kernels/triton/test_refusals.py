@@ -35,6 +35,11 @@ def attend(case: Case | None = None, **changes: object) -> None:
     paged_attention.paged_attention(query, cache, batch.attention, 0.1, **changes)
 
 
+def negative_scale() -> None:
+    batch = build(Case([[(3, 1)]]), torch.float32)
+    paged_attention.paged_attention(batch.query, batch.cache, batch.attention, -1.0)
+
+
 def short_table() -> None:
     batch = build(Case([[(3, 1), (20, 4)]]), torch.float32)
     batch.attention.groups[0].blocks = batch.attention.groups[0].blocks.view(2, -1)[:, :1].reshape(-1)
@@ -116,6 +121,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "attention, dtypes": (
         lambda: attend(cache=torch.zeros(2, 16, 2, 2, 64).half()), "paged_attention: query is torch.float32, the cache",
     ),
+    "attention, scale": (negative_scale, "paged_attention: a scale of -1.0"),
     "attention, block table": (short_table, "paged_attention: a block table is too short"),
     "attention, rows": (missing_rows, "paged_attention: groups of 5 rows for 4 of the query"),
     "lora, dtypes": (
