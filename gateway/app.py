@@ -69,6 +69,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         description="Message-queue-driven inference",
         lifespan=lifespan,
         docs_url=None,
+        # It would look for OpenTelemetry's providers at each request.
+        telemetry={"tracing": False, "metrics": False, "logs": False},
         redoc_url=None,
     )
     for room in (chat, completions, responses, tokenize, models, adapters, jobs, pools, health):

@@ -138,5 +138,4 @@ def _inside(place: str) -> Iterator[None]:
         if error.param is None and not isinstance(error, InvalidRequestError):
             raise
         param = f"{place}.{error.param}" if error.param else place
-        message = error.message if error.param is None else error.message.replace(error.param, param, 1)
-        raise type(error)(message, param=param, code=error.error_code, retry_after=error.retry_after) from None
+        raise type(error)(error.message, param=param, code=error.error_code, retry_after=error.retry_after) from None

@@ -18,6 +18,9 @@ from shared.errors import InvalidRequestError
 from shared.protocol import Envelope
 from shared.settings import GatewaySettings
 
+#: Prompts of up to so many characters, in so many messages, are tokenized in the event loop: some 0.1 ms.
+INLINE_CHARS, INLINE_MESSAGES = 1000, 4
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -63,8 +66,11 @@ class Preparer:
         served = served or await self._directory.find(request.model)
         pool = served.pool
         params = sampling_params(request, pool.card)
-        loop = asyncio.get_running_loop()
-        tokens, echo = await loop.run_in_executor(self._executor, _encode, request, pool.encoder)
+        if _is_short(request):
+            tokens, echo = _encode(request, pool.encoder)
+        else:
+            loop = asyncio.get_running_loop()
+            tokens, echo = await loop.run_in_executor(self._executor, _encode, request, pool.encoder)
         jobs = envelopes(request, params, tokens, served, caller, options)
         first = [pool.encoder.decode(job.prompt_token_ids[:1]) for job in jobs] if echoes_logprobs(request) else []
         shape = Shape(
@@ -84,8 +90,19 @@ class Preparer:
         return Prepared(jobs, shape)
 
 
+def _is_short(request: GenerationRequest) -> bool:
+    """Whether a prompt takes less time to tokenize than to hand over to a thread."""
+    if isinstance(request, CompletionRequest):
+        return isinstance(request.prompt, str) and len(request.prompt) <= INLINE_CHARS
+    assert isinstance(request, ChatCompletionRequest)
+    if len(request.messages) > INLINE_MESSAGES:
+        return False
+    texts = [message.content for message in request.messages]
+    return all(isinstance(text, str) for text in texts) and sum(map(len, filter(None, texts))) <= INLINE_CHARS
+
+
 def _encode(request: GenerationRequest, encoder: PromptEncoder) -> tuple[list[list[int]], list[str]]:
-    """Token ids of each prompt, and the text of each where it is echoed. Runs in a thread."""
+    """Token ids of each prompt, and the text of each where it is echoed. Runs in a thread if the prompt is long."""
     special = request.add_special_tokens
     if isinstance(request, ChatCompletionRequest):
         ids = encoder.chat(

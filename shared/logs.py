@@ -90,6 +90,10 @@ def trace_id(trace: Mapping[str, str]) -> str | None:
     return parts[1] if len(parts) == 4 and len(parts[1]) == 32 else None
 
 
+#: Kinds of values that hold nothing, most of those in a line.
+_PLAIN = frozenset({str, int, float, bool, type(None)})
+
+
 def redact(_: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Drop what must not be read in a log: credentials always, texts unless the line is at debug level."""
     cleaned = _redacted(event, CREDENTIAL_KEYS if method == "debug" else SECRET_KEYS, 0)
@@ -99,6 +103,8 @@ def redact(_: Any, method: str, event: MutableMapping[str, Any]) -> MutableMappi
 
 
 def _redacted(value: Any, secret: Set[str], depth: int) -> Any:
+    if type(value) in _PLAIN:
+        return value
     if depth > _MAX_DEPTH:
         return "..."
     if isinstance(value, Mapping):

@@ -7,10 +7,11 @@ from fastapi import APIRouter, Request, Response
 from gateway.docs import body_docs
 from gateway.errors import reference_of
 from gateway.generation import GenerationResponse
+from gateway.plain_route import PlainRoute
 from gateway.schemas import ChatCompletionRequest
 from gateway.services import body_of, caller_of, repeat_of, services_of
 
-router = APIRouter(tags=["generation"])
+router = APIRouter(tags=["generation"], route_class=PlainRoute)
 
 
 @router.post("/v1/chat/completions", openapi_extra=body_docs(ChatCompletionRequest), response_model=None)
