@@ -18,8 +18,8 @@ from shared.errors import InvalidRequestError
 from shared.protocol import Envelope
 from shared.settings import GatewaySettings
 
-#: Prompts of up to so many characters, in so many messages, are tokenized in the event loop: some 0.1 ms.
-INLINE_CHARS, INLINE_MESSAGES = 1000, 4
+#: Plain prompts of up to so many characters are tokenized in the event loop: some 0.1 ms.
+INLINE_CHARS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +91,10 @@ class Preparer:
 
 
 def _is_short(request: GenerationRequest) -> bool:
-    """Whether a prompt takes less time to tokenize than to hand over to a thread."""
-    if isinstance(request, CompletionRequest):
-        return isinstance(request.prompt, str) and len(request.prompt) <= INLINE_CHARS
-    assert isinstance(request, ChatCompletionRequest)
-    if len(request.messages) > INLINE_MESSAGES:
+    """Whether a prompt takes less time to tokenize than to hand over to a thread. A chat's template may take long."""
+    if not isinstance(request, CompletionRequest):
         return False
-    texts = [message.content for message in request.messages]
-    return all(isinstance(text, str) for text in texts) and sum(map(len, filter(None, texts))) <= INLINE_CHARS
+    return isinstance(request.prompt, str) and len(request.prompt) <= INLINE_CHARS
 
 
 def _encode(request: GenerationRequest, encoder: PromptEncoder) -> tuple[list[list[int]], list[str]]:
