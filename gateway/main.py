@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -44,11 +48,31 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_message_complete()
 
 
+class GracefulServer(uvicorn.Server):
+    """uvicorn's own, but a process that ends as it was told to ends with exit code 0.
+
+    uvicorn raises the signal once more behind the shutdown, so that the code is 143: a failure to supervisors.
+    """
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Let SIGTERM and SIGINT shut down in order; only the main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        former = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+
 def server(settings: GatewaySettings) -> uvicorn.Server:
     """The server, not yet running; `serve` and `run` are uvicorn's."""
     # A thread of ours tokenizes one prompt; threads of the library's own would only contend.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    return uvicorn.Server(
+    return GracefulServer(
         uvicorn.Config(
             create_app(settings),
             host=settings.host,
