@@ -14,7 +14,7 @@ import pytest
 from ropeway.client import APIError, Client
 from shared.settings import TasksSettings
 from shared.task_queue import tasks_url
-from tests.support.adapter_files import write_adapter
+from tests.support.stored_adapters import write_adapter
 from tests.support.adapter_tasks import tasks
 from tests.support.ports import free_port
 from tests.support.redis_server import RedisServer
