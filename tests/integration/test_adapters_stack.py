@@ -14,12 +14,12 @@ import pytest
 from ropeway.client import APIError, Client
 from shared.settings import TasksSettings
 from shared.task_queue import tasks_url
-from tests.support.stored_adapters import write_adapter
 from tests.support.adapter_tasks import tasks
 from tests.support.ports import free_port
 from tests.support.redis_server import RedisServer
 from tests.support.redis_topology import ClusterServers
 from tests.support.stack import Stack
+from tests.support.stored_adapters import write_adapter
 
 pytestmark = pytest.mark.slow
 
