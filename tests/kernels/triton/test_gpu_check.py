@@ -50,6 +50,7 @@ def test_a_wrong_kernel_is_told_and_the_others_go_on(tmp_path: Path, monkeypatch
     assert all("numbers are off" in row["problem"] for row in rows if row["problem"] is not None)
 
 
+@pytest.mark.kernels
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")

@@ -163,7 +163,13 @@ def _shifted(module: ModuleType) -> ModuleType:
     return shifted
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+#: What takes seconds each.
+SLOW = ("draw: top-k off by one", "draw: top-p of all, not of what top-k leaves", "draw: pieces before left out")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.kernels] if name in SLOW else []) for name in MUTATIONS]
+)
 def test_a_mistake_is_noticed(name: str, tmp_path: Path) -> None:
     mutation = MUTATIONS[name]
     torch.manual_seed(1)
