@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import structlog
 from fastapi import FastAPI
+from starlette.routing import Route
 
 from gateway import cors, docs, errors
 from gateway.adapter_desk import AdapterDesk
@@ -75,6 +76,12 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     )
     for room in (chat, completions, responses, tokenize, models, adapters, jobs, pools, health):
         app.include_router(room.router)
+        metrics.routes(
+            (method, route.path)
+            for route in room.router.routes
+            if isinstance(route, Route)
+            for method in route.methods or ()
+        )
     errors.install(app)
     docs.install(app)
     # The last one added is the outermost.

@@ -179,7 +179,7 @@ class GenerationResponse(Response):
                     self._pending.append(piece)
             if answer.any_text and not self._text_seen:
                 self._text_seen = True
-                self._metrics.ttft.labels(self._request.model).observe(time.monotonic() - self._started_at)
+                self._metrics.began(self._request.model, time.monotonic() - self._started_at, self._caller.trace)
             if not follower.ended:
                 await self._flush(answer, send)
         self._pending.append(answer.closing())
@@ -234,7 +234,7 @@ class GenerationResponse(Response):
     def _account(self, answer: AnswerLike) -> None:
         self._metrics.events.inc(answer.events)
         seconds = time.monotonic() - self._started_at
-        self._metrics.ended(self._request.model, seconds, answer.usage, answer.timings)
+        self._metrics.ended(self._request.model, seconds, answer.usage, answer.timings, self._caller.trace)
 
 
 def _open(follower: Follower) -> list[str]:

@@ -10,7 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import structlog
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
+
+from shared.metrics import exposition
 
 _log = structlog.stdlib.get_logger("shared.probes")
 
@@ -49,10 +51,11 @@ class HealthServer:
             def do_GET(self) -> None:
                 path = self.path.partition("?")[0]
                 if path == "/metrics":
-                    self._send(200, CONTENT_TYPE_LATEST, generate_latest(registry))
+                    body, media_type = exposition(registry, self.headers.get("Accept"))
+                    self._send(200, media_type, body)
                 elif path in probes:
-                    well, body = probes[path]()
-                    self._send(200 if well else 503, "application/json", json.dumps(body).encode())
+                    well, state = probes[path]()
+                    self._send(200 if well else 503, "application/json", json.dumps(state).encode())
                 else:
                     self._send(404, "application/json", b'{"error": "not found"}')
 

@@ -19,6 +19,7 @@ class TasksMetrics:
             "adapters_registered", "Names of adapters, by what became of their last load", ["state"],
             namespace=NAMESPACE, registry=r,
         )  # fmt: skip
+        self._states = {state: self.adapters.labels(state) for state in ("serving", "loading", "failed")}
         self.restarted = Counter(
             "tasks_restarted_loads",
             "Loads begun anew because whoever was at them died",
@@ -38,5 +39,5 @@ class TasksMetrics:
             "serving" if record.content is not None else "loading" if record.pending is not None else "failed"
             for record in records
         ]
-        for state in ("serving", "loading", "failed"):
-            self.adapters.labels(state).set(states.count(state))
+        for state, gauge in self._states.items():
+            gauge.set(states.count(state))

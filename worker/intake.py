@@ -304,6 +304,7 @@ class Intake:
     def _take(self, pulled: Pulled) -> None:
         self._metrics.pulled.inc(len(pulled.jobs))
         self._metrics.redeliveries.inc(pulled.reclaimed)
+        self._metrics.dead_letters.inc(len(pulled.buried))
         for answer in pulled.jobs:
             job = HeldJob.of(answer)
             self._holdings.add(job)

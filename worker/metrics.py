@@ -5,8 +5,10 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from engine.request import AdapterStats, EngineStats
-from shared.metrics import E2E_BUCKETS, NAMESPACE, TPOT_BUCKETS, TTFT_BUCKETS
+from shared.metrics import NAMESPACE, TTFT_BUCKETS
 from shared.protocol import JobStatus, Timings, Usage
+from worker.request_metrics import Asked, RequestMetrics
+from worker.token_intervals import TokenIntervals
 
 
 class WorkerMetrics:
@@ -32,7 +34,7 @@ class WorkerMetrics:
         self.kv_usage = gauge("kv_cache_usage_perc", "Share of KV blocks that sequences hold; 1 is all.")
         self.backlog = gauge("publish_backlog_bytes", "About how many bytes wait for Redis.")
         self.steps = counter("engine_steps", "Steps of the engine.")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens computed.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that began, cached ones too.")
         self.generation_tokens = counter("generation_tokens", "Tokens generated.")
         self.prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
@@ -46,13 +48,11 @@ class WorkerMetrics:
         self.fenced = counter("fenced_publishes", "Jobs of which a publish or a renewal was refused: another had them.")
         self.publish_errors = counter("publish_errors", "Publishes that failed and were tried again.")
         self.redis_errors = counter("redis_errors", "Failed calls of intake, registry and lease.")
-        self.ttft = histogram("time_to_first_token_seconds", "From submit to the first token.", TTFT_BUCKETS)
-        self.tpot = histogram("time_per_output_token_seconds", "Between tokens, mean of a job.", TPOT_BUCKETS)
-        self.queue_time = histogram("request_queue_time_seconds", "From submit until the engine began.", TTFT_BUCKETS)
-        self.inference_time = histogram(
-            "request_inference_time_seconds", "From the engine's begin to the end.", E2E_BUCKETS
-        )
-        self.e2e = histogram("e2e_request_latency_seconds", "From submit to the end.", E2E_BUCKETS)
+        self.dead_letters = counter("dead_letters", "Jobs given up here: dead letters now.")
+        self.kv_blocks = gauge("kv_cache_blocks", "Blocks of the KV cache.")
+        self.requests = RequestMetrics(model, self.registry)
+        self.intervals = TokenIntervals(model)
+        self.registry.register(self.intervals)
         self.adapter_slots = gauge("adapter_slots", "Slots for adapters on the device; 0: none are served.")
         self.adapters_resident = gauge("adapters_resident", "Adapters in slots on the device.")
         self.adapters_in_memory = gauge("adapters_in_memory", "Adapters in memory, in a slot or not.")
@@ -71,29 +71,18 @@ class WorkerMetrics:
             registry=self.registry,
         )
         self._adapter_requests = {state: requests.labels(model, state) for state in ("loading", "waiting", "running")}
-        self._model = model
-        self._jobs = Counter(
-            f"{NAMESPACE}_jobs", "Jobs that ended here.", ["model_name", "status"], registry=self.registry
-        )
         self._last = EngineStats()
 
-    def ended(self, status: JobStatus, usage: Usage, timings: Timings) -> None:
-        """A job's last frame is built."""
-        self._jobs.labels(self._model, status).inc()
-        queue, first, run = (ms / 1e3 for ms in (timings.queue_ms, timings.first_token_ms, timings.run_ms))
-        self.queue_time.observe(max(0.0, queue))
-        self.inference_time.observe(run)
-        self.e2e.observe(max(0.0, queue + run))
-        if usage.completion_tokens > 0:
-            self.ttft.observe(max(0.0, queue + first))
-        if usage.completion_tokens > 1:
-            self.tpot.observe((run - first) / (usage.completion_tokens - 1))
+    def ended(self, status: JobStatus, usage: Usage, timings: Timings, asked: Asked | None = None) -> None:
+        """A job's last frame is published."""
+        self.requests.ended(status, usage, timings, asked or Asked())
 
     def engine(self, stats: EngineStats) -> None:
         """Take over the engine's snapshot. Called by the engine's thread alone."""
         self.running.set(stats.running)
         self.waiting.set(stats.waiting)
         self.kv_usage.set(stats.used_blocks / stats.total_blocks if stats.total_blocks else 0.0)
+        self.kv_blocks.set(stats.total_blocks)
         last = self._last
         self.steps.inc(stats.steps - last.steps)
         self.prompt_tokens.inc(stats.prompt_tokens - last.prompt_tokens)

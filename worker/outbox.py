@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from engine.request import ChoiceDelta, LogprobEntry, RequestUsage, StepOutput
@@ -22,6 +22,7 @@ from shared.protocol import (
     encode,
 )
 from worker.job import HeldJob, Progress
+from worker.request_metrics import Asked
 from worker.transcript import wire_logprob
 
 #: Bytes, roughly, above which what was gathered becomes a frame of its own.
@@ -60,7 +61,8 @@ class Outbox:
         handover: give the job back once everything is sent.
         told: its cancel was passed on.
         put_offs: times in a row that its node was away.
-        summary: of the ended job.
+        summary, asked: of the ended job, for metrics.
+        interval: called with the seconds since a choice's tokens before, and with how many came now.
         began, first_token: monotonic seconds, None if not yet.
     """
 
@@ -72,6 +74,8 @@ class Outbox:
     told: bool = False
     put_offs: int = 0
     summary: tuple[Usage, Timings] = (Usage(), Timings())
+    asked: Asked | None = None
+    interval: Callable[[float, int], None] | None = None
     began: float | None = None
     first_token: float | None = None
     _seq: int = 0
@@ -81,6 +85,7 @@ class Outbox:
     _prompt: list[TokenLogprob] = field(default_factory=list)
     _gathered: dict[int, ChoiceFrame] = field(default_factory=dict)
     _gathered_weight: int = 0
+    _token_at: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._seq = self.job.last_seq
@@ -95,6 +100,8 @@ class Outbox:
             self.first_token = progress.ended
         self._gather_prompt(output.prompt_logprobs)
         for delta in output.choices:
+            if delta.token_ids and self.interval is not None:
+                self._measure(delta, progress.ended)
             self._gather(delta)
         self.weight += progress.weight
         if output.finished:
@@ -136,6 +143,13 @@ class Outbox:
     def empty(self) -> bool:
         """Everything that was put in is in Redis."""
         return not (self._frames or self._gathered or self._prompt or self._started)
+
+    def _measure(self, delta: ChoiceDelta, now: float) -> None:
+        """The interval before a choice's tokens; the first that come here have none."""
+        before, tokens = self._token_at.get(delta.index), len(delta.token_ids)
+        self._token_at[delta.index] = now
+        if before is not None and self.interval is not None:
+            self.interval((now - before) / tokens, tokens)
 
     def _gather_prompt(self, entries: Iterable[LogprobEntry]) -> None:
         """One step may bring thousands of them, each with its candidates: a frame is full in the middle of it."""
@@ -195,6 +209,8 @@ class Outbox:
         status: JobStatus = progress.status or "completed"
         usage, timings = _usage(progress.output.usage), self._timings(progress)
         self.summary = usage, timings
+        envelope, transcript = self.job.envelope, self.job.transcript
+        self.asked = Asked(envelope.sampling.max_tokens, transcript.finishes, transcript.longest, envelope.trace)
         result, error = self._encode_result(status, usage, timings, progress.error)
         status = "failed" if error is not progress.error else status
         self._seq += 1

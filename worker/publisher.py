@@ -148,7 +148,7 @@ class Publisher(WatchedThread):
         else:
             box = self._outboxes.get(message.job)
             if box is None:
-                box = self._outboxes[message.job] = Outbox(message.job)
+                box = self._outboxes[message.job] = Outbox(message.job, interval=self._metrics.intervals.add)
             if isinstance(message, Handover):
                 box.handover, box.due = True, 0.0
             else:
@@ -228,7 +228,7 @@ class Publisher(WatchedThread):
             return
         self._account(-box.accepted())
         if box.ending is not None and box.empty:
-            self._metrics.ended(box.ending.status, *box.summary)
+            self._metrics.ended(box.ending.status, *box.summary, box.asked)
             self._let_go(job)
         elif answer is Publication.CANCELLED and not box.told:
             box.told = True
@@ -240,7 +240,8 @@ class Publisher(WatchedThread):
         error = ForeignDataError("what Redis holds of the job is not what was written there")
         _log.error("a job's data is broken, it is given up", job_id=job.id)
         try:
-            self._store.bury(self._owner, job.owned, error)
+            if self._store.bury(self._owner, job.owned, error):
+                self._metrics.dead_letters.inc()
         except REDIS_TROUBLE:
             self._put_off([box])
             return

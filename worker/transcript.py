@@ -108,6 +108,16 @@ class Transcript:
         """Over all choices."""
         return sum(len(choice.token_ids) for choice in self._choices)
 
+    @property
+    def finishes(self) -> tuple[FinishReason | None, ...]:
+        """Of each choice; None where it is open."""
+        return tuple(choice.finish for choice in self._choices)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest choice."""
+        return max(len(choice.token_ids) for choice in self._choices)
+
     def resumed(self) -> list[ResumedChoice]:
         """Choices of which anything is published, for the engine that takes the job up."""
         return [

@@ -8,10 +8,10 @@ from typing import Any
 import structlog
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST
 
 from gateway.services import Services, services_of
 from shared.errors import RopewayError
+from shared.metrics import exposition
 
 log = structlog.get_logger(__name__)
 
@@ -44,10 +44,13 @@ async def ready(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Metrics in the text format of Prometheus."""
+    """Metrics as OpenMetrics for who accepts it, else in the text format of Prometheus."""
     services = services_of(request)
     services.metrics.streams.set(services.hub.streams)
-    return Response(services.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    for name in {pool.card.pool for pool in services.catalogue.pools}.union(services.settings.pools):
+        services.metrics.serves(name)
+    body, media_type = exposition(services.metrics.registry, request.headers.get("accept"))
+    return Response(body, media_type=media_type)
 
 
 async def _redis_answers(services: Services) -> bool:

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner, Result
@@ -162,7 +163,7 @@ async def test_the_sweep_ends_late_jobs_and_puts_lost_ones_back(upkeep: Upkeep, 
     assert (await upkeep.status(late.id))[0] == "expired"
     await check_lane(client, [late.id], lane=1)
     await check_lane(client, [lost.id], lane=0)
-    text = metrics.render().decode()
+    text = generate_latest(metrics.registry).decode()
     assert 'ropeway_gateway_swept_jobs_total{status="expired"} 1.0' in text
     assert 'ropeway_gateway_swept_jobs_total{status="restored"} 1.0' in text
 

@@ -49,6 +49,21 @@ def test_steps_between_two_sends_become_one_frame() -> None:
     ]
 
 
+def test_intervals_between_a_choices_tokens_are_told() -> None:
+    told: list[tuple[float, int]] = []
+    box = Outbox(held(n=2), interval=lambda seconds, tokens: told.append((seconds, tokens)))
+    for ended, *deltas in (
+        (10.0, delta(0, 0, 1)),
+        (10.25, delta(0, 1, 2), delta(1, 0, 7)),
+        (10.5, delta(0, 2, text="held back")),
+        (11.25, delta(0, 2, 4, 5), delta(1, 1, 8)),
+    ):
+        step = progress(box.job, *deltas)
+        step.ended = ended  # type: ignore[misc]
+        box.add(step)
+    assert told == [(0.25, 1), (0.5, 2), (1.0, 1)]
+
+
 def test_what_is_not_accepted_is_sent_again_unchanged_with_what_came_since() -> None:
     box = Outbox(held())
     box.add(progress(box.job, delta(0, 0, 1)))

@@ -278,6 +278,8 @@ def test_a_job_whose_data_is_broken_is_buried_and_the_others_go_on(setup: Setup,
     setup.publisher.put([progress(broken, delta(0, 1, 5)), progress(good, delta(0, 2, 3))])
     assert setup.publisher.close(5)
     assert setup.store.buried == [broken.id] and setup.store.released == []
+    letters = setup.metrics.registry.get_sample_value("ropeway_dead_letters_total", {"model_name": "m"})
+    assert letters == (0 if too_broken else 1)
     assert setup.ids(good) == [1, 2, 3] and not setup.holdings.holds(broken) and setup.publisher._backlog == 0
 
 
