@@ -248,7 +248,14 @@ def schema() -> Schema:
                 "extraEgress": LIST,
             }
         ),
-        "prometheus": obj({"serverAddress": TEXT, "serviceMonitor": monitor, "podMonitor": monitor}),
+        "prometheus": obj(
+            {
+                "serverAddress": TEXT,
+                "serviceMonitor": monitor,
+                "podMonitor": monitor,
+                "rules": obj({"enabled": FLAG, "labels": TEXTS}),
+            }
+        ),
         "grafana": obj({"dashboards": obj({"enabled": FLAG, "labels": TEXTS, "annotations": TEXTS})}),
         "ingress": obj(
             {

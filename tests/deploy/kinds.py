@@ -39,6 +39,8 @@ def _list(items: Schema) -> Schema:
 
 
 _ENDPOINT = _obj({"port": _TEXT, "path": _TEXT, "interval": _TEXT})
+_RULE = _obj({"alert": _TEXT, "expr": _TEXT, "labels": _TEXTS, "annotations": _TEXTS}, {"for": _TEXT})
+_GROUP = _obj({"name": _TEXT, "rules": _list(_RULE)})
 _SELECTOR = _obj({"matchLabels": _TEXTS})
 _TRIGGER = _obj(
     {"type": {"enum": ["metrics-api", "prometheus"]}, "metricType": {"const": "AverageValue"}, "metadata": _TEXTS},
@@ -61,6 +63,9 @@ _SPECS: dict[tuple[str, str], Schema] = {
     ),
     ("keda.sh/v1alpha1", "TriggerAuthentication"): _obj(
         {"secretTargetRef": _list(_obj({"parameter": _TEXT, "name": _TEXT, "key": _TEXT}))}
+    ),
+    ("monitoring.coreos.com/v1", "PrometheusRule"): _obj(
+        {"groups": _list(_obj({"name": _TEXT, "rules": _list(_RULE)}))}
     ),
     ("monitoring.coreos.com/v1", "ServiceMonitor"): _obj({"selector": _SELECTOR, "endpoints": _list(_ENDPOINT)}),
     ("monitoring.coreos.com/v1", "PodMonitor"): _obj({"selector": _SELECTOR, "podMetricsEndpoints": _list(_ENDPOINT)}),
