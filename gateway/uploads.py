@@ -6,12 +6,14 @@ import asyncio
 import re
 import secrets
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import IO, Any, Final
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from shared.adapter_store import AdapterStore
+from shared.adapter_store import AdapterStore, StoreUnavailableError
+from shared.adapter_store.base import trouble
 from shared.errors import InvalidRequestError, PayloadTooLargeError
 from shared.lora.files import FILES, PICKLE_FILE
 from shared.lora.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES
@@ -24,6 +26,7 @@ _MAX_PARTS: Final = 16
 _MAX_BOUNDARY: Final = 70
 #: Bytes that are gathered before they are written.
 _PIECE: Final = 1024 * 1024
+_NOT_WRITTEN: Final = "the adapter store cannot be written"
 _FIELD: Final = re.compile(r"[a-z_]{1,64}")
 
 
@@ -86,9 +89,8 @@ class UploadForm:
 
     def abandon(self) -> None:
         """Close and delete what was written."""
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        with suppress(StoreUnavailableError):  # what cannot be written is deleted all the same
+            self._close()
         if self.files:
             self._store.drop_upload(self.upload)
 
@@ -138,7 +140,8 @@ class UploadForm:
             most = MAX_CONFIG_BYTES if self._file == CONFIG_FILE else self._max_bytes
             if self._seen > most:
                 raise PayloadTooLargeError(f"{self._file}: larger than the {most} bytes that are allowed")
-            self._stream.write(data[start:end])
+            with trouble(_NOT_WRITTEN):
+                self._stream.write(data[start:end])
         elif self._seen > _MAX_FIELD_BYTES:
             raise PayloadTooLargeError(f"{self._field}: larger than {_MAX_FIELD_BYTES} bytes")
         else:
@@ -146,10 +149,16 @@ class UploadForm:
 
     def _part_end(self) -> None:
         if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+            self._close()
         else:
             self.fields[self._field] = self._text.decode("utf-8", "replace")
+
+    def _close(self) -> None:
+        """Close the file; what was gathered of it may not fit any more."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            with trouble(_NOT_WRITTEN):
+                stream.close()
 
     def _end(self) -> None:
         self._ended = True

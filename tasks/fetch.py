@@ -5,6 +5,7 @@ Nothing else of a source is read, and of these no more than is allowed.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Sequence
@@ -66,6 +67,8 @@ def fetch_folder(where: str, roots: Sequence[Path], target: Path, max_bytes: int
     except (PermissionError, ValueError, RuntimeError):  # RuntimeError: links that go round in a circle
         raise AdapterError("lora_path: it cannot be read") from None
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise AdapterError("lora_path: there is no such folder") from None
         raise SourceUnavailableError(f"lora_path: {error.strerror or 'it cannot be read'}") from error
 
 

@@ -115,10 +115,13 @@ def _part(
     for half, tensor in (("A", a), ("B", b)):
         if not tensor.is_floating_point() or not _finite(tensor):
             raise layout.not_finite(half, module)
+    converted = a.to(dtype)
+    if a.dtype != dtype and not _finite(converted):
+        raise layout.not_finite("A", module)
     scaled = (b.float() * config.scale(module)).to(dtype)
     if not _finite(scaled):
         raise layout.not_finite_scaled(module)
-    return AdapterPart(a.to(dtype).contiguous(), scaled.contiguous())
+    return AdapterPart(converted.contiguous(), scaled.contiguous())
 
 
 def _finite(tensor: torch.Tensor) -> bool:

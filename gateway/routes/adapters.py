@@ -13,7 +13,8 @@ from gateway.docs import body_docs
 from gateway.schemas import LoadAdapterRequest, UnloadAdapterRequest, parse
 from gateway.services import body_of, services_of
 from gateway.uploads import UploadForm, boundary_of, receive
-from shared.errors import InvalidRequestError
+from shared.adapter_record import AdapterRecord
+from shared.errors import ConflictError, InvalidRequestError, OverloadedError
 from shared.lora.source import parse_source, upload_source
 
 router = APIRouter(tags=["adapters"])
@@ -39,9 +40,9 @@ async def create_adapter(request: Request, wait: Wait = 0.0) -> Response:
     boundary = boundary_of(request.headers.get("content-type", ""))
     if boundary is None:
         order = _order(await body_of(request, LoadAdapterRequest))
+        record = await services.adapters.load(order)
     else:
-        order = await _uploaded(request, boundary)
-    record = await services.adapters.load(order)
+        order, record = await _uploaded(request, boundary)
     if wait > 0:
         await services.adapters.wait(record, min(wait, services.settings.adapter_wait_s))
     view = await services.adapters.view(order.name, sources=True)
@@ -108,8 +109,8 @@ def _order(body: LoadAdapterRequest, source: str | None = None) -> LoadOrder:
     )
 
 
-async def _uploaded(request: Request, boundary: bytes) -> LoadOrder:
-    """Write the files of a form to the store.
+async def _uploaded(request: Request, boundary: bytes) -> tuple[LoadOrder, AdapterRecord]:
+    """Write the files of a form to the store, and have them loaded; nothing stays of what is refused.
 
     Fields may stand before or behind the files; what they say is looked at when all is there.
     """
@@ -126,7 +127,11 @@ async def _uploaded(request: Request, boundary: bytes) -> LoadOrder:
     except BaseException:
         await services.in_thread(form.abandon)
         raise
-    return order
+    try:
+        return order, await services.adapters.load(order)
+    except (InvalidRequestError, ConflictError, OverloadedError):  # of other errors the load may be under way
+        await services.in_thread(form.abandon)
+        raise
 
 
 def _typed(fields: dict[str, str]) -> dict[str, object]:

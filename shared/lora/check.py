@@ -122,6 +122,8 @@ def _check_numbers(stream: BinaryIO, config: PeftConfig, module: str, a: _Tensor
             if not math.isfinite(largest_here):
                 raise layout.not_finite(half, module)
             greatest = max(greatest, largest_here)
+        if half == "A" and greatest > largest:
+            raise layout.not_finite(half, module)
         if half == "B" and greatest * abs(config.scale(module)) > largest:
             raise layout.not_finite_scaled(module)
 

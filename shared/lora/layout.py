@@ -18,8 +18,8 @@ _ENDS = {
     ".lora_embedding_B": "B",
     ".base_layer.weight": "base",
 }
-#: Most names in a message.
-_NAMED = 5
+#: Most names in a message, and most characters of one: a header may hold a name of megabytes.
+_NAMED, _NAME_CHARACTERS = 5, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def check_rank(rank: int, most: int) -> None:
 
 
 def not_finite(half: str, module: str) -> AdapterError:
-    """What is said of a matrix with infinities, or with what is no number at all."""
+    """What is said of a matrix with infinities, what is no number at all, or what the model's dtype cannot hold."""
     return AdapterError(f"{WEIGHTS_FILE}: lora_{half} of {module} holds what is not a finite number")
 
 
@@ -142,4 +142,5 @@ def _ends_with(module: str, name: str) -> bool:
 
 def _listed(names: list[str]) -> str:
     more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+    shown = (name if len(name) <= _NAME_CHARACTERS else f"{name[:_NAME_CHARACTERS]}..." for name in names[:_NAMED])
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")

@@ -98,6 +98,8 @@ def read_config(folder: Path) -> PeftConfig:
         config = msgspec.convert(fields, PeftConfig, strict=True)
     except msgspec.MsgspecError as error:
         raise AdapterError(f"{CONFIG_FILE}: {error}") from None
+    except RecursionError:
+        raise AdapterError(f"{CONFIG_FILE}: it is nested too deeply") from None
     _check(config)
     return config
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import psutil
@@ -16,6 +16,7 @@ import pytest
 
 from gateway.app import create_app
 from ropeway.client import APIError, AsyncClient, Client
+from shared.adapter_store import FolderStore
 from shared.settings import GatewaySettings
 from tests.integration.gateway_harness import Gateway, serve
 from tests.support.adapter_tasks import TARGETS, tasks, write_adapter
@@ -156,6 +157,40 @@ async def test_fields_of_a_form_are_checked(
 async def test_bytes_that_are_no_form(gateway: Gateway, tmp_path: Path, content_type: str, body: bytes) -> None:
     answer = await gateway.http.post("/v1/adapters", content=body, headers={"content-type": content_type})
     assert answer.status_code == 400, answer.text
+    assert uploads(tmp_path) == []
+
+
+async def test_a_name_that_is_in_use_leaves_no_upload(
+    gateway: Gateway, files: dict[str, bytes], valkey_url: str, tmp_path: Path
+) -> None:
+    with tasks(valkey_url, tmp_path):
+        data = {"lora_name": "sql"}
+        assert (await gateway.http.post("/v1/adapters?wait=30", data=data, files=form(files))).status_code == 200
+        answer = await gateway.http.post("/v1/adapters", data=data, files=form(files))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "adapter_loaded")
+        async with asyncio.timeout(10):
+            while [path for path in uploads(tmp_path) if "uploads" in path.parts]:
+                await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("size", [100, 90_000], ids=["found out on closing", "found out on writing"])
+async def test_a_full_disk_is_told_and_leaves_nothing(
+    gateway: Gateway, files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    create = FolderStore.create_upload
+
+    def full(store: FolderStore, upload: str, file: str) -> IO[bytes]:
+        opened = create(store, upload, file)
+        if file == CONFIG:
+            return opened
+        opened.close()
+        return open("/dev/full", "wb")
+
+    monkeypatch.setattr(FolderStore, "create_upload", full)
+    sent = files | {WEIGHTS: bytes(size)}
+    answer = await gateway.http.post("/v1/adapters", data={"lora_name": "sql"}, files=form(sent))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "adapter_store_unavailable"), answer.text
+    assert "No space left" in answer.json()["error"]["message"]
     assert uploads(tmp_path) == []
 
 

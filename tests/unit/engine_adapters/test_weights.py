@@ -251,6 +251,22 @@ def test_a_scale_that_leaves_the_dtype_is_refused(base: PreTrainedModel, folder:
     assert name == "bfloat16" and not message
 
 
+@pytest.mark.parametrize(
+    ("dtype", "value"), [(torch.float32, 1e300), (torch.float16, 70000.0), (torch.bfloat16, 1e39)], ids=str
+)
+def test_numbers_that_the_model_s_dtype_cannot_hold_are_refused(
+    base: PreTrainedModel, folder: Path, dtype: torch.dtype, value: float
+) -> None:
+    half = torch.ones(4, 48, dtype=torch.float64)
+    half[1, 1] = value
+    edit_tensors(folder, **{f"{Q}__lora_A__weight": half})
+    with pytest.raises(AdapterError, match="lora_A of model") as caught:
+        load(base, folder, dtype=dtype)
+    with pytest.raises(AdapterError) as checked:
+        check(base, folder, dtype=str(dtype).removeprefix("torch."))
+    assert checked.value.message == caught.value.message
+
+
 def remove_weights(folder: Path) -> None:
     (folder / "adapter_model.safetensors").unlink()
 
@@ -314,6 +330,10 @@ def huge_config(folder: Path) -> None:
     (folder / "adapter_config.json").write_bytes(b" " * 1_000_000)
 
 
+def deep_config(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "x": ' + "[" * 100_000 + "]" * 100_000 + "}")
+
+
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
@@ -331,6 +351,7 @@ def huge_config(folder: Path) -> None:
         (garble_config, "adapter_config.json"),
         (list_as_config, "adapter_config.json"),
         (huge_config, "larger than"),
+        (deep_config, "nested too deeply"),
     ],
 )
 def test_broken_folders_are_refused(
@@ -340,6 +361,13 @@ def test_broken_folders_are_refused(
     error = refused(base, folder)
     assert named in error.message
     assert str(folder) not in error.message
+
+
+def test_a_name_of_megabytes_is_not_repeated(base: PreTrainedModel, folder: Path) -> None:
+    header = json.dumps({"x" * 2_000_000: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (folder / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    message = refused(base, folder).message
+    assert "xxx...: not a LoRA matrix" in message and len(message) < 1000
 
 
 def test_a_rank_above_the_limit_is_refused(base: PreTrainedModel, saved: Path) -> None:

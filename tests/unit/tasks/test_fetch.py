@@ -84,7 +84,10 @@ def test_what_is_too_large_is_not_copied_further(roots: list[Path], target: Path
 
 def test_links_in_a_circle_and_absent_files(roots: list[Path], target: Path) -> None:
     (roots[0] / "loop").symlink_to(roots[0] / "loop")
-    for where, named in (("loop", "cannot be read"), ("absent", "no such folder"), ("a/" + CONFIG, "no such folder")):
+    for where, named in (
+        ("loop", "cannot be read"), ("absent", "no such folder"), ("a/" + CONFIG, "no such folder"),
+        ("a" * 300, "no such folder"),
+    ):  # fmt: skip
         with pytest.raises(AdapterError, match=named):
             fetch_folder(str(roots[0] / where), roots, target, 10)
     (roots[0] / "a" / CONFIG).unlink()
