@@ -43,12 +43,22 @@ def version() -> None:
 
 
 @app.command()
-def doctor() -> None:
-    """What computes on this machine, and why."""
+def doctor(
+    redis: Annotated[
+        str | None, typer.Option("--redis", envvar="ROPEWAY_REDIS_URL", help="Look at this Redis and its pools too.")
+    ] = None,
+) -> None:
+    """What computes on this machine, and why; of a Redis and its pools, what is to be mended (exit code 1)."""
+    from shared.errors import InvalidRequestError
+
     try:
         from ropeway.doctor import doctor as run
 
-        run()
+        code = run(redis)
+        if code:
+            raise typer.Exit(code)
+    except InvalidRequestError as error:
+        fail(error.message, EXIT_USAGE)
     except ModuleNotFoundError as error:
         fail_missing(error, "worker")
     except ValueError as error:  # a setting that cannot be served

@@ -1,4 +1,4 @@
-"""`ropeway doctor`: what computes on this machine, and why."""
+"""`ropeway doctor`: what computes on this machine, and why; and whether a Redis is well."""
 
 from __future__ import annotations
 
@@ -9,12 +9,34 @@ from collections.abc import Iterator
 from ropeway.console import out
 
 
-def doctor() -> None:
-    """Print one line per question.
+def doctor(redis_url: str | None = None) -> int:
+    """Print one line per question, of a Redis too where one is named.
+
+    Returns:
+        The exit code: 1 if something is to be mended.
 
     Raises:
-        ModuleNotFoundError: what a worker needs is not installed.
+        InvalidRequestError: the URL is none.
+        ModuleNotFoundError: what a worker needs is not installed; a Redis is looked at all the same.
     """
+    if redis_url is None:
+        _here()
+        return 0
+    try:
+        _here()
+    except ModuleNotFoundError as error:
+        out.print(f"{'worker':<12} none can run here: {error.name} is not installed", soft_wrap=True, markup=False)
+    from ropeway.doctor_redis import redis_findings
+
+    found = redis_findings(redis_url)
+    for finding in found:
+        out.print(f"{finding.name:<12} {finding.value}", soft_wrap=True, markup=False)
+        if finding.mend is not None:
+            out.print(f"{'':<12} -> {finding.mend}", soft_wrap=True, markup=False)
+    return int(any(finding.mend is not None for finding in found))
+
+
+def _here() -> None:
     for name, value in findings():
         out.print(f"{name:<12} {value}", soft_wrap=True, markup=False)
 

@@ -12,13 +12,14 @@ from typing import Final
 import msgspec
 
 from shared import keys, scripts
-from shared.calls import primaries
+from shared.calls import primaries, run
 from shared.errors import ConflictError, ForeignDataError, JobNotFoundError, ProtocolError
 from shared.jobs import DeadLetter, Lifetime
 from shared.jobstore import JobStore
 from shared.keys import JobId
 from shared.protocol import Envelope, decode
 from shared.redis_errors import TROUBLE, typed
+from shared.scripts import Call
 
 #: Entries that one call looks at, so that none holds Redis up for long.
 _PAGE: Final = 200
@@ -118,6 +119,28 @@ class Upkeep(JobStore):
         """Let the pool's workers take jobs again."""
         await self._ask("DEL", keys.paused(pool))
         await self._ask("PUBLISH", keys.control(pool), msgspec.msgpack.encode({"op": "unpause"}))
+
+    async def heartbeats(self, pool: str) -> dict[str, float]:
+        """Seconds since each worker of the registry was heard of, by owner; those that were forgotten are left out."""
+        now = await self.now_ms(pool)
+        beats = await self._ask("ZRANGE", keys.workers(pool), 0, -1, "WITHSCORES")
+        pairs = zip(beats[::2], beats[1::2], strict=True)
+        return {owner.decode(errors="replace"): (now - float(beat)) / 1e3 for owner, beat in pairs}
+
+    async def holders(self, pool: str, lanes: int) -> dict[str, int]:
+        """How many jobs each owner has, by owner, whether or not it lives."""
+        streams = [stream for lane in range(lanes) for stream in keys.lane_streams(pool, lane)]
+        calls = [Call(("XPENDING", stream, keys.GROUP), stream) for stream in streams]
+        found: dict[str, int] = {}
+        for answer in await run(self._redis, calls):
+            if isinstance(answer, Exception):
+                if not str(answer).startswith("NOGROUP"):  # where nothing was ever queued
+                    raise typed(answer)
+                continue
+            for consumer in answer["consumers"]:
+                name = consumer["name"].decode(errors="replace")
+                found[name] = found.get(name, 0) + int(consumer["pending"])
+        return found
 
     async def find_dead(self, job_id: str) -> DeadLetter:
         """A buried job.
