@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from gateway.schemas import ChatCompletionRequest, check_metadata, is_text_format, parse, refuse
+from gateway.schemas import ChatCompletionRequest, Many, check_metadata, is_text_format, parse, refuse
 from shared.errors import InvalidRequestError, ProtocolError, UnsupportedParameterError
 
 #: Fields of vLLM and of chats that go over as they are.
@@ -23,6 +23,7 @@ _NAMES: Final = {"messages": "input", "max_completion_tokens": "max_output_token
 _ROLES: Final = ("user", "assistant", "system", "developer")
 _PARTS: Final = ("input_text", "output_text", "text")
 MAX_ITEMS: Final = 4096
+_MAX_INT32: Final = 2**31 - 1
 
 
 def _empty(value: Any) -> bool:
@@ -73,7 +74,7 @@ class ResponsesRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
     model: str = Field(description="a model of `GET /v1/models`")
-    input: str | list[dict[str, Any]] = Field(description="text, or messages whose content is text or parts of it")
+    input: str | Many[dict[str, Any]] = Field(description="text, or messages whose content is text or parts of it")
     instructions: str | None = Field(None, description="a system message in front; not carried on by later responses")
     max_output_tokens: int | None = Field(None, description="what is left of the context, by default")
     temperature: float | None = None
@@ -159,6 +160,9 @@ def check(request: ResponsesRequest) -> None:
     check_metadata(request.metadata)
     if request.background and request.store is False:
         raise InvalidRequestError("background: needs the response to be stored", param="background")
+    most = request.max_output_tokens
+    if most is not None and not 1 <= most <= _MAX_INT32:  # it is kept as it is, before anybody looks at the chat
+        raise InvalidRequestError(f"max_output_tokens: must be from 1 to {_MAX_INT32}", param="max_output_tokens")
     if isinstance(request.input, list) and not 1 <= len(request.input) <= MAX_ITEMS:
         raise InvalidRequestError(f"input: must have from 1 to {MAX_ITEMS} items", param="input")
 

@@ -15,6 +15,10 @@ from shared.errors import InvalidRequestError, UnsupportedParameterError
 from shared.keys import CLASSES
 from shared.protocol import JobClass
 
+T = TypeVar("T")
+#: A list that is read up to its first fault: a body may have millions, and each is made to an object.
+Many = Annotated[list[T], Field(fail_fast=True)]
+
 MAX_MESSAGES = 4096
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
@@ -90,11 +94,11 @@ class Message(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[
-        str | list[dict[str, Any]] | None,
+        str | Many[dict[str, Any]] | None,
         Field(description="text, or a list of parts of the type `text`; null is empty text"),
     ] = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = Field(None, description="calls of an earlier turn, given to the template")
+    tool_calls: Many[dict[str, Any]] | None = Field(None, description="calls of an earlier turn, given to the template")
     tool_call_id: str | None = None
 
 
@@ -110,7 +114,7 @@ class GenerationRequest(BaseModel):
     temperature: float | None = None
     top_p: float | None = None
     max_tokens: int | None = None
-    stop: str | list[str] | None = Field(None, description="up to 16 strings")
+    stop: str | Many[str] | None = Field(None, description="up to 16 strings")
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = Field(None, description="token ids, as strings, to biases from -100 to 100")
@@ -129,13 +133,13 @@ class GenerationRequest(BaseModel):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Many[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    bad_words: Many[str] | None = None
+    allowed_token_ids: Many[int] | None = None
     truncate_prompt_tokens: int | None = Field(None, description="keep the last so many tokens; -1: what fits")
     add_special_tokens: bool | None = Field(None, description="by default true for completions, false for chat")
     prompt_logprobs: int | None = Field(None, description="0 to 20 candidates per token of the prompt; not in a stream")
@@ -238,7 +242,7 @@ class JobsRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    jobs: list[dict[str, Any]] | None = Field(None, description="jobs, each as if it were submitted alone")
+    jobs: Many[dict[str, Any]] | None = Field(None, description="jobs, each as if it were submitted alone")
 
 
 class TokenizeRequest(BaseModel):
@@ -262,7 +266,7 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(strict=True, protected_namespaces=())
 
     model: str | None = Field(None, description="may be left out where there is one model")
-    tokens: list[int] = Field(description="token ids")
+    tokens: Many[int] = Field(description="token ids")
 
 
 class TokenRequest(BaseModel):

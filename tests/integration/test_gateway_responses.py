@@ -345,6 +345,7 @@ async def test_who_goes_away_cancels_but_for_the_background(gateway: Gateway) ->
         ({"max_tool_calls": 1}, "max_tool_calls"),
         ({"background": True, "store": False}, "background"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 2**64}, "max_output_tokens"),
         ({"max_output_tokens": 10**6}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": "1"}, "temperature"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -22,6 +23,29 @@ def chat(**more: Any) -> bytes:
 
 def completion(**more: Any) -> bytes:
     return json.dumps({"model": "tiny", "prompt": "hi", **more}).encode()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stop_token_ids": [""] * 1_000_000}, "stop_token_ids[0]"),
+        ({"stop": [1] * 1_000_000}, None),
+        ({"messages": [{"role": "user", "content": [1] * 1_000_000}]}, None),
+        ({"logit_bias": dict.fromkeys(map(str, range(100_000)), "")}, None),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_of_many_faults_not_all_are_made_to_objects(fields: dict[str, Any], param: str | None) -> None:
+    """Each would take half a kilobyte, and all of them seconds in which nothing else runs."""
+    body = chat(**fields)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequestError) as caught:
+            parse(ChatCompletionRequest, body)
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    finally:
+        tracemalloc.stop()
+    assert param is None or caught.value.param == param
 
 
 @pytest.mark.parametrize(
