@@ -75,7 +75,7 @@ class WorkerMetrics:
 
     def ended(self, status: JobStatus, usage: Usage, timings: Timings, asked: Asked | None = None) -> None:
         """A job's last frame is published."""
-        self.requests.ended(status, usage, timings, asked or Asked())
+        self.requests.ended(status, usage, timings, asked or Asked(longest=usage.completion_tokens))
 
     def engine(self, stats: EngineStats) -> None:
         """Take over the engine's snapshot. Called by the engine's thread alone."""

@@ -57,7 +57,7 @@ class RequestMetrics:
         self._success = {reason: success.labels(model, reason) for reason in reasons}
         self.ttft = histogram("time_to_first_token_seconds", "From submit to the first token.", TTFT_BUCKETS)
         self.tpot = histogram(
-            "request_time_per_output_token_seconds", "Between tokens, mean of a request.", TPOT_BUCKETS
+            "request_time_per_output_token_seconds", "Between tokens of a choice, mean of a request.", TPOT_BUCKETS
         )
         self.queue_time = histogram("request_queue_time_seconds", "From submit until the engine began.", TTFT_BUCKETS)
         self.inference_time = histogram(
@@ -86,7 +86,7 @@ class RequestMetrics:
         self._jobs[status].inc()
         for finish in asked.finishes:
             self._success[finish or _ENDS.get(status, "error")].inc()
-        self._times(usage, timings, exemplar(asked.trace))
+        self._times(usage, timings, asked.longest, exemplar(asked.trace))
         self.prompt_tokens.observe(usage.prompt_tokens)
         self.computed_tokens.observe(max(0, usage.prompt_tokens - usage.cached_tokens))
         self.generation_tokens.observe(usage.completion_tokens)
@@ -95,7 +95,7 @@ class RequestMetrics:
         if asked.max_tokens is not None:
             self.max_tokens.observe(asked.max_tokens)
 
-    def _times(self, usage: Usage, timings: Timings, trace: dict[str, str] | None) -> None:
+    def _times(self, usage: Usage, timings: Timings, longest: int, trace: dict[str, str] | None) -> None:
         queue, first, run = (ms / 1e3 for ms in (timings.queue_ms, timings.first_token_ms, timings.run_ms))
         self.queue_time.observe(max(0.0, queue), trace)
         self.inference_time.observe(run, trace)
@@ -104,5 +104,5 @@ class RequestMetrics:
             self.ttft.observe(max(0.0, queue + first), trace)
             self.prefill_time.observe(first, trace)
             self.decode_time.observe(max(0.0, run - first), trace)
-        if usage.completion_tokens > 1:
-            self.tpot.observe((run - first) / (usage.completion_tokens - 1), trace)
+        if longest > 1:  # choices are generated side by side
+            self.tpot.observe(max(0.0, run - first) / (longest - 1), trace)

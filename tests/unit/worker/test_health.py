@@ -65,7 +65,7 @@ def test_probes_answer_by_what_they_are_told() -> None:
         'ropeway_generation_tokens_total{model_name="m"} 25.0',
         'ropeway_jobs_total{model_name="m",status="completed"} 1.0',
         'ropeway_time_to_first_token_seconds_sum{model_name="m"} 0.25',
-        'ropeway_request_time_per_output_token_seconds_sum{model_name="m"} 0.1',
+        'ropeway_request_time_per_output_token_seconds_sum{model_name="m"} 0.125',
         'ropeway_inter_token_latency_seconds_bucket{le="0.01",model_name="m"} 0.0',
         'ropeway_inter_token_latency_seconds_bucket{le="0.025",model_name="m"} 3.0',
         'ropeway_time_per_output_token_seconds_sum{model_name="m"} 0.06',
