@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
@@ -13,7 +14,11 @@ from shared.settings import GatewaySettings
 
 
 class AdminKeys:
-    """The keys that may. Without any, everyone may where no API keys are asked for and only this machine gets here."""
+    """The keys that may. Without any, everyone may where no API keys are asked for and only this machine gets here.
+
+    Then a page that a browser on this machine shows could too: its script may send forms to any address, and give a
+    name of its own the address of this machine. So what comes from a page, or under another name, is refused.
+    """
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._keys = [key.get_secret_value().encode() for key in settings.admin_api_keys]
@@ -28,6 +33,7 @@ class AdminKeys:
         """
         if not self._keys:
             if self._open:
+                _check_no_page(request)
                 return
             raise PermissionDeniedError(
                 "Adapters cannot be changed here: set ROPEWAY_ADMIN_API_KEYS, and send one of those keys",
@@ -49,6 +55,26 @@ class AdminKeys:
         except (AuthenticationError, PermissionDeniedError):
             return False
         return True
+
+
+def _check_no_page(request: Request) -> None:
+    """Raises PermissionDeniedError for a request that a browser sent for a page of anywhere else."""
+    host, origin = request.headers.get("host", ""), request.headers.get("origin")
+    foreign = origin is not None and origin.partition("://")[2] != host
+    if foreign or not _is_loopback(_name_of(host)):
+        raise PermissionDeniedError(
+            "Adapters can be changed from this machine alone, and by no page of anywhere else, unless "
+            "ROPEWAY_ADMIN_API_KEYS is set and one of those keys sent",
+            code="admin_key_required",
+        )
+
+
+def _name_of(host: str) -> str:
+    """A `Host` header without its port; empty for one that is none."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def _is_loopback(host: str) -> bool:

@@ -94,3 +94,27 @@ async def test_only_administrators_change_adapters(
             assert answer.status_code == status, answer.text
             if status == 403:
                 assert "ROPEWAY_ADMIN_API_KEYS" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"host": "evil.example"}, 403),
+        ({"host": "evil.example", "origin": "http://evil.example"}, 403),
+        ({"host": "[broken"}, 403),
+        ({"host": "localhost:8000"}, 404),
+        ({"host": "[::1]:8000"}, 404),
+        ({"host": "127.0.0.1:8000", "origin": "http://127.0.0.1:8000"}, 404),
+    ],
+    ids=str,
+)
+async def test_without_keys_no_page_of_a_browser_changes_adapters(
+    valkey_url: str, headers: dict[str, str], status: int
+) -> None:
+    async with serve(valkey_url) as gateway:
+        body = {"lora_name": "x"}
+        answer = await gateway.http.post("/v1/unload_lora_adapter", json=body, headers=headers)
+        assert answer.status_code == status, answer.text
+        assert (await gateway.http.get("/v1/adapters", headers=headers)).status_code == 200
