@@ -27,6 +27,7 @@ class Lanes:
         self.alone: set[int] = set()
         self.broken: set[int] = set()
         self.away: set[int] = set()
+        self.buried: set[int] = set()
         self.pulls: list[tuple[int, PullBudget]] = []
         self.looks: list[list[int]] = []
         self.news = asyncio.Condition()
@@ -41,6 +42,9 @@ class Lanes:
             raise ServiceUnavailableError("m")
         if lane in self.alone and not budget.idle:
             return Pulled(alone_waiting=1)
+        if lane in self.buried:
+            self.buried.remove(lane)
+            return Pulled(ended={"a": "failed", "b": "expired"}, buried=["a"])
         if not self.queued.get(lane):
             return Pulled()
         self.queued[lane] -= 1
@@ -92,11 +96,11 @@ class Setup:
         max_adapters: int | None = None,
     ) -> None:
         self.lanes, self.holdings, self.admission = Lanes(), Holdings(), Admission(10**6)
-        self.engine = Engine(self.admission, sequences)
+        self.engine, self.metrics = Engine(self.admission, sequences), WorkerMetrics("m")
         config = IntakeConfig("pool", LANES, "me", poll_s, all_poll_s or poll_s, steal_delay_s, max_adapters)
         self.intake = Intake(
             self.lanes, self.lanes, config, ReclaimRule(1.0, 3), self.engine,  # type: ignore[arg-type]
-            self.holdings, self.admission, WorkerMetrics("m"),
+            self.holdings, self.admission, self.metrics,
         )  # fmt: skip
         self.holdings.on_empty = self.intake.room
 
@@ -125,6 +129,14 @@ async def test_a_wake_pulls_its_lane_and_no_other() -> None:
         assert [lane for lane, _ in s.lanes.pulls] == [3]
         budget = s.lanes.pulls[0][1]
         assert budget.idle and budget.sequences["normal"] == 4
+
+
+async def test_jobs_that_a_pull_gave_up_are_counted() -> None:
+    async with Setup() as s:
+        s.lanes.buried.add(3)
+        s.intake.wake(3)
+        await s.lanes.until(lambda: not s.lanes.buried)
+    assert s.metrics.registry.get_sample_value("ropeway_dead_letters_total", {"model_name": "m"}) == 1
 
 
 async def test_home_lanes_are_pulled_at_once_and_before_others() -> None:
