@@ -16,6 +16,7 @@ from gateway import cors, docs, errors
 from gateway.adapter_desk import AdapterDesk
 from gateway.admin import AdminKeys
 from gateway.admission import Keyring
+from gateway.batch_desk import BatchDesk
 from gateway.catalogue import Catalogue
 from gateway.entrance import Entrance
 from gateway.hub import Hub
@@ -23,11 +24,11 @@ from gateway.idempotency import Idempotency
 from gateway.limits import Limiter, PoolLimits
 from gateway.load import PoolLoads
 from gateway.metrics import GatewayMetrics
-from gateway.middleware import FORM_BYTES, Authentication, BodyLimit, RequestScope
+from gateway.middleware import ADAPTERS, FILES, FORM_BYTES, Authentication, BodyLimit, RequestScope
 from gateway.pool_metrics import PoolCollector
 from gateway.pool_state import PoolStates
 from gateway.preparation import Preparer
-from gateway.routes import adapters, chat, completions, health, jobs, models, pools, responses, tokenize
+from gateway.routes import adapters, batches, chat, completions, files, health, jobs, models, pools, responses, tokenize
 from gateway.schemas import MAX_DEADLINE_S, MAX_DELAY_S
 from gateway.served import Directory
 from gateway.services import Services
@@ -36,6 +37,7 @@ from gateway.submission import Submitter
 from gateway.sweeper import Sweeper
 from gateway.tenant_queue import TenantQueues
 from shared.adapters import Adapters
+from shared.batches import Batches
 from shared.calls import AsyncClient
 from shared.connect import connect, connect_pubsub
 from shared.job_index import JobIndex
@@ -74,7 +76,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         telemetry={"tracing": False, "metrics": False, "logs": False},
         redoc_url=None,
     )
-    for room in (chat, completions, responses, tokenize, models, adapters, jobs, pools, health):
+    for room in (chat, completions, responses, tokenize, models, adapters, files, batches, jobs, pools, health):
         app.include_router(room.router)
         metrics.routes(
             (method, route.path)
@@ -86,7 +88,9 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     docs.install(app)
     # The last one added is the outermost.
     app.add_middleware(
-        BodyLimit, max_bytes=settings.max_body_bytes, max_upload_bytes=settings.max_adapter_bytes + FORM_BYTES
+        BodyLimit,
+        max_bytes=settings.max_body_bytes,
+        uploads={ADAPTERS: settings.max_adapter_bytes + FORM_BYTES, FILES: settings.max_file_bytes + FORM_BYTES},
     )
     app.add_middleware(
         Authentication,
@@ -144,6 +148,8 @@ async def _open(settings: GatewaySettings, metrics: GatewayMetrics, stack: Async
     directory = Directory(catalogue, registry)
     desk = AdapterDesk(registry, catalogue, settings)
     stack.callback(desk.close)
+    batch_desk = BatchDesk(Batches(client), settings)
+    stack.callback(batch_desk.close)
     return Services(
         settings=settings,
         store=store,
@@ -160,6 +166,7 @@ async def _open(settings: GatewaySettings, metrics: GatewayMetrics, stack: Async
         admins=AdminKeys(settings),
         loads=loads,
         index=JobIndex(client),
+        batches=batch_desk,
         tokens=StreamTokens(secret.get_secret_value() if secret else None, SecretStore(client)),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from collections.abc import Mapping
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
@@ -25,8 +26,8 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/docs", "/openapi.json
 LOADS = "/v1/pools"
 _PROBES = frozenset({"/health", "/ready", "/metrics"})
 _EVENTS = re.compile(r"/v1/jobs/[^/]+/events\Z")
-#: Where files of adapters are uploaded, and what a form adds to their bytes at the most.
-UPLOADS = "/v1/adapters"
+#: Where files are uploaded, and what a form adds to their bytes at the most.
+ADAPTERS, FILES = "/v1/adapters", "/v1/files"
 FORM_BYTES = 1024 * 1024
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
 
@@ -124,17 +125,21 @@ class Authentication:
 
 
 class BodyLimit:
-    """Refuses bodies over a number of bytes, before or while they are read, and compressed ones."""
+    """Refuses bodies over a number of bytes, before or while they are read, and compressed ones.
 
-    def __init__(self, app: ASGIApp, max_bytes: int, max_upload_bytes: int = 0) -> None:
-        self._app, self._max, self._max_upload = app, max_bytes, max_upload_bytes
+    Args:
+        uploads: of forms, by path.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, uploads: Mapping[str, int]) -> None:
+        self._app, self._max, self._uploads = app, max_bytes, uploads
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        most = self._max_upload if _is_upload(scope, headers) else self._max
+        most = self._uploads.get(scope["path"], self._max) if _is_upload(scope, headers) else self._max
         error: RopewayError | None = None
         if headers.get("content-encoding", "identity").strip().lower() not in ("identity", ""):
             error = UnsupportedMediaTypeError("Content-Encoding: compressed bodies are not taken")
@@ -161,7 +166,7 @@ class BodyLimit:
 def _is_upload(scope: Scope, headers: Headers) -> bool:
     """Whether a body is written to the store as it comes, and may be larger than memory."""
     form = headers.get("content-type", "").startswith("multipart/form-data")
-    return form and scope["method"] == "POST" and scope["path"] == UPLOADS
+    return form and scope["method"] == "POST"
 
 
 def _too_large(most: int) -> PayloadTooLargeError:

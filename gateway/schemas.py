@@ -215,6 +215,17 @@ class JobRequest(BaseModel):
     metadata: dict[str, str] | None = Field(None, description="up to 16 pairs, echoed")
 
 
+class CreateBatchRequest(BaseModel):
+    """`POST /v1/batches`."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    input_file_id: str = Field(max_length=64, description="a file with the purpose `batch`: JSON lines")
+    endpoint: str = Field(max_length=64, description="what all of its lines ask for, such as /v1/chat/completions")
+    completion_window: str = Field(max_length=16, description="24h")
+    metadata: dict[str, str] | None = Field(None, description="up to 16 pairs, echoed")
+
+
 class LoadAdapterRequest(BaseModel):
     """`POST /v1/load_lora_adapter` and `POST /v1/adapters`."""
 

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from gateway.adapter_desk import AdapterDesk
 from gateway.admin import AdminKeys
 from gateway.admission import ANONYMOUS, Caller
+from gateway.batch_desk import BatchDesk
 from gateway.catalogue import Catalogue, Pool
 from gateway.entrance import Entrance, Repeat
 from gateway.hub import Hub
@@ -59,6 +60,7 @@ class Services:
     admins: AdminKeys
     loads: PoolLoads
     index: JobIndex
+    batches: BatchDesk
     tokens: StreamTokens
 
     async def pool_of(self, model: str) -> Pool:

@@ -48,7 +48,7 @@ def worker_command(given: Given) -> None:
 @commands.command("tasks")
 @with_settings(TasksSettings)
 def tasks_command(given: Given) -> None:
-    """Run background tasks: they load LoRA adapters."""
+    """Run background tasks: they load LoRA adapters and run batches."""
     settings = build(TasksSettings, given)
     try:
         from tasks.main import run

@@ -185,6 +185,17 @@ def adapters(what: str) -> str:
     return f"rw:{{adapters}}:{what}"
 
 
+def batches(what: str) -> str:
+    """What is known of all files and batches: one hash tag, so that one script changes it together.
+
+    `file:<id>` and `batch:<id>` (strings: records in JSON), `files:<tenant>` and `batches:<tenant>` (sorted sets: ids
+    by the ms of their making), `files_expire` (sorted set: ids of files by the ms in which their contents go), `open`
+    (set: batches that have not ended), `progress:<id>` (hash: how far a batch is), `parts:<id>` (list: pieces of its
+    output), `running:<id>` (string that expires: who is at a batch).
+    """
+    return f"rw:{{batches}}:{what}"
+
+
 def rate(tenant: str) -> str:
     """Hash: a tenant's token buckets."""
     return f"rw:{{{tenant}}}:rate"

@@ -30,11 +30,19 @@ class CommonSettings(BaseSettings):
 
 
 class AdapterSettings(CommonSettings):
-    """What those need who take adapters in."""
+    """What those need who take adapters, files and batches in."""
 
     tasks_redis_url: str | None = Field(
         None,
         description="Redis of the background tasks; unset: redis_url. Must be set where that is a cluster, and be none",
+    )
+    files_store: str | None = Field(
+        None,
+        description="folder or fsspec URL (s3://...) of uploaded files and of batches' output, for gateways and tasks; "
+        "unset: in the user's cache folder",
+    )
+    files_retention_s: float = Field(
+        30 * 24 * 3600.0, gt=0, description="seconds that files, and records of batches that have ended, are kept"
     )
     max_adapter_bytes: int = Field(2 * 1024**3, ge=1, description="largest file of a LoRA adapter's weights in bytes")
 
@@ -76,6 +84,7 @@ class GatewaySettings(AdapterSettings):
     )
     max_token_s: float = Field(3600.0, gt=0, description="longest life of a token of a job's stream, in seconds")
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="largest request body in bytes")
+    max_file_bytes: int = Field(200 * 1024 * 1024, ge=1, description="largest uploaded file in bytes")
     max_prompts: int = Field(128, ge=1, description="most prompts in one completions request")
     max_choices: int = Field(128, ge=1, description="most choices in one request, prompts times n")
     max_jobs_per_request: int = Field(256, ge=1, description="most jobs in one submit")
@@ -133,6 +142,10 @@ class TasksSettings(AdapterSettings):
         8 * 24 * 3600.0, ge=0, description="seconds that the store keeps content that no name points to any more"
     )
     adapter_sweep_s: float = Field(5.0, gt=0, description="seconds between looks for loads that nobody is at any more")
+    batch_window: int = Field(64, ge=1, le=4096, description="lines of one batch that are in the queue at a time")
+    batch_slice_s: float = Field(
+        20.0, gt=0, description="seconds after which a batch lets other background tasks that wait have their turn"
+    )
     tasks_health_host: str = Field("127.0.0.1", description="address of /health and /metrics")
     tasks_health_port: int = Field(8002, ge=0, le=65535, description="port of /health and /metrics; 0 takes a free one")
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 QUEUE: Final = "ropeway"
 #: The tasks that there are, by the names under which RQ knows them. Nothing else is ever run.
 LOAD_ADAPTER: Final = "tasks.jobs.load_adapter"
+RUN_BATCH: Final = "tasks.jobs.run_batch"
 #: Seconds until each further try of a task that failed for what may pass.
 RETRY_AFTER_S: Final = (2, 10, 30, 60)
 #: Seconds that a task may wait to be begun, and that one that failed is kept for people.
@@ -48,6 +49,11 @@ def task_id(name: str, version: int, starts: int) -> str:
     return f"adapter-{hashlib.blake2b(name.encode(), digest_size=12).hexdigest()}-{version}-{starts}"
 
 
+def batch_task_id(batch: str, number: int) -> str:
+    """The id of a batch's task; `number`: how many were queued for it before."""
+    return f"{batch}-{number}"
+
+
 class TaskQueue:
     """Puts tasks into the queue. All calls block: make them in a thread. They raise ServiceUnavailableError.
 
@@ -62,15 +68,22 @@ class TaskQueue:
 
     def load_adapter(self, name: str, version: int, starts: int) -> None:
         """Have a load begun that the name's record tells of. A task that is there already is not put there again."""
+        self._put(LOAD_ADAPTER, (name, version), task_id(name, version, starts), "load an adapter")
+
+    def run_batch(self, batch: str, number: int) -> None:
+        """Have a batch gone on with. A task of the same number that is there already is not put there again."""
+        self._put(RUN_BATCH, (batch, number), batch_task_id(batch, number), "run a batch")
+
+    def _put(self, function: str, arguments: tuple[str, int], job_id: str, description: str) -> None:
         from rq import Retry
         from rq.exceptions import DuplicateJobError
 
         try:
             self._queue().enqueue_call(
-                LOAD_ADAPTER,
-                args=(name, version),
-                job_id=task_id(name, version, starts),
-                description="load an adapter",
+                function,
+                args=arguments,
+                job_id=job_id,
+                description=description,
                 retry=Retry(max=len(RETRY_AFTER_S), interval=list(RETRY_AFTER_S)),
                 timeout=self._timeout_s,
                 ttl=_TTL_S,
@@ -84,11 +97,25 @@ class TaskQueue:
             raise typed(error) from error
 
     def waits(self, name: str, version: int, starts: int) -> bool:
-        """Whether a task is still to be begun, or to be tried again later."""
+        """Whether a load's task is still to be begun, or to be tried again later."""
+        return self._waits(task_id(name, version, starts))
+
+    def batch_waits(self, batch: str, number: int) -> bool:
+        """Whether a batch's task is still to be begun, or to be tried again later."""
+        return self._waits(batch_task_id(batch, number))
+
+    def others_wait(self) -> bool:
+        """Whether any task is still to be begun."""
+        try:
+            return bool(self._queue().count)
+        except TROUBLE as error:
+            raise typed(error) from error
+
+    def _waits(self, job_id: str) -> bool:
         from rq.job import JobStatus
 
         try:
-            status = self._queue().connection.hget(f"rq:job:{task_id(name, version, starts)}", "status")
+            status = self._queue().connection.hget(f"rq:job:{job_id}", "status")
         except TROUBLE as error:
             raise typed(error) from error
         return status in (JobStatus.QUEUED.value.encode(), JobStatus.SCHEDULED.value.encode())

@@ -5,17 +5,24 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
+import structlog
+from msgspec.structs import replace
 from rq import get_current_job
 
 from shared.adapter_store import open_store
 from shared.adapters import Adapters
+from shared.batches import Batches
 from shared.connect import connect
-from shared.settings import TasksSettings
-from shared.task_queue import LOAD_ADAPTER
-from tasks.load import load
+from shared.errors import NotFoundError, RopewayError
+from shared.file_store import FileStore
+from shared.settings import GatewaySettings, TasksSettings
+from shared.task_queue import LOAD_ADAPTER, RUN_BATCH, TaskQueue, tasks_url
+from tasks.load import TryAgainError, load
+
+_log = structlog.stdlib.get_logger("tasks.jobs")
 
 #: Names that may be run.
-ALLOWED: Final = frozenset({LOAD_ADAPTER})
+ALLOWED: Final = frozenset({LOAD_ADAPTER, RUN_BATCH})
 
 _settings: TasksSettings | None = None
 
@@ -43,4 +50,45 @@ async def _load(name: str, version: int, settings: TasksSettings, *, last: bool)
         store = open_store(settings.adapter_store)
         await load(name, version, adapters=Adapters(client), store=store, settings=settings, last=last)
     finally:
+        await client.aclose()
+
+
+def run_batch(batch: str, number: int) -> None:
+    """Go on with a batch for a while; where there is more to do, another task is queued behind those that wait.
+
+    Raises:
+        TryAgainError: RQ tries again later.
+    """
+    asyncio.run(_run_batch(batch, _settings or TasksSettings()))
+
+
+async def _run_batch(batch: str, settings: TasksSettings) -> None:
+    # The gateway's code takes its time to import, and loads of adapters need none of it.
+    from tasks.batch_run import BatchRun
+
+    client = connect(settings.redis_url, max_connections=16)
+    queue = TaskQueue(tasks_url(settings), settings.adapter_load_timeout_s)
+    batches = Batches(client)
+    try:
+        run = BatchRun(
+            batches,
+            FileStore(settings.files_store),
+            batch,
+            redis_url=settings.redis_url,
+            window=settings.batch_window,
+            slice_s=settings.batch_slice_s,
+            retention_s=settings.files_retention_s,
+            max_line_bytes=GatewaySettings(redis_url=settings.redis_url).max_body_bytes,
+            others_wait=queue.others_wait,
+        )
+        if await run.run():
+            record = await batches.change(batch, lambda held: replace(held, slices=held.slices + 1))
+            await asyncio.to_thread(queue.run_batch, batch, record.slices)
+    except NotFoundError:
+        _log.warning("batch is gone", batch=batch)
+    except RopewayError as error:
+        _log.warning("batch cannot go on now", batch=batch, why=error.message)
+        raise TryAgainError(error.message) from error
+    finally:
+        queue.close()
         await client.aclose()

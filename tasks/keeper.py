@@ -18,6 +18,7 @@ from shared.adapters import Adapters
 from shared.errors import RopewayError
 from shared.redis_errors import TROUBLE
 from shared.task_queue import TaskQueue
+from tasks.batch_keeper import BatchKeeper
 from tasks.metrics import TasksMetrics
 
 _log = structlog.stdlib.get_logger("tasks.keeper")
@@ -50,12 +51,14 @@ class Keeper:
         queue: TaskQueue,
         scheduler: RQScheduler,
         metrics: TasksMetrics,
+        batches: BatchKeeper,
         *,
         every_s: float,
         retention_s: float,
     ) -> None:
         self._adapters, self._store, self._queue, self._scheduler = adapters, store, queue, scheduler
         self._metrics, self._every_s, self._retention_s = metrics, every_s, retention_s
+        self._batches = batches
         self._name = uuid.uuid4().hex
         self._rounds = 0
         #: Loads at which nobody was seen, since when; a task that is just being begun is such for a moment.
@@ -91,6 +94,7 @@ class Keeper:
                 await self._look_after(record, record.pending)
         under_way = {(r.name, r.pending.version, r.pending.starts) for r in records if r.pending is not None}
         self._missed = {load: since for load, since in self._missed.items() if load in under_way}
+        await self._batches.round()
         if self._rounds % _TIDY_ROUNDS == 0:
             await self.tidy()
         self._rounds += 1
@@ -100,6 +104,7 @@ class Keeper:
         await self._forget_drained()
         await self._delete_unused()
         await asyncio.to_thread(self._store.sweep, _LEFTOVER_S)
+        await self._batches.tidy()
 
     def _schedule(self) -> None:
         """The queue's scheduler is whoever has its lock."""

@@ -17,14 +17,17 @@ from rq.serializers import JSONSerializer
 
 from shared.adapter_store import open_store
 from shared.adapters import Adapters
+from shared.batches import Batches
 from shared.connect import connect, connect_sync
 from shared.errors import RopewayError
+from shared.file_store import FileStore
 from shared.logs import configure as configure_logs
 from shared.probes import HealthServer
 from shared.redis_errors import TROUBLE
 from shared.redis_url import mask
 from shared.settings import TasksSettings
 from shared.task_queue import QUEUE, TaskQueue, tasks_url
+from tasks.batch_keeper import BatchKeeper
 from tasks.jobs import configure
 from tasks.keeper import Keeper
 from tasks.metrics import TasksMetrics
@@ -48,6 +51,7 @@ class Tasks:
     def __init__(self, settings: TasksSettings) -> None:
         self._settings, self._url = settings, tasks_url(settings)
         self._store = open_store(settings.adapter_store)
+        self._files = FileStore(settings.files_store)
         self._metrics = TasksMetrics()
         self._stop = threading.Event()
         self._keeper: Keeper | None = None
@@ -142,6 +146,7 @@ class Tasks:
                     logging_level=self._log_level,
                 ),
                 self._metrics,
+                BatchKeeper(Batches(client), self._files, sender, settings.files_retention_s),
                 every_s=settings.adapter_sweep_s,
                 retention_s=settings.adapter_retention_s,
             )

@@ -12,6 +12,8 @@ from redis.crc import key_slot
 
 from shared import adapter_calls, keys, scripts
 from shared.adapter_record import AdapterRecord
+from shared.batch_record import Progress
+from shared.batches import advance_call, change_call
 from shared.errors import JobError, JobExpiredError, OverloadedError, ProtocolError
 from shared.jobs import (
     Ending,
@@ -61,6 +63,8 @@ CALLS = {
     "adapter_write": adapter_calls.write("a", b"", None, AdapterRecord(name="a", pool="p"), 10),
     "adapter_keep": adapter_calls.keep("a" * 32),
     "adapter_drop": adapter_calls.drop("a" * 32, 1, "delete"),
+    "batch_change": change_call("batch_1", b"a", b"b", 0),
+    "batch_advance": advance_call("batch_1", "t", Progress(next_line=1, completed=1), "p"),
 }
 
 

@@ -1,0 +1,15 @@
+#!lua
+-- A batch's record becomes another, if it still is as it was read.
+--
+-- KEYS  1 record
+-- ARGV  1 as it was read  2 as it is to be  3 milliseconds until it goes, 0 for never
+-- Answers 1, or 0 where somebody else was quicker.
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then
+  return 0
+end
+if ARGV[3] == '0' then
+  redis.call('SET', KEYS[1], ARGV[2])
+else
+  redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+end
+return 1
