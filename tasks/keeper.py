@@ -20,6 +20,7 @@ from shared.redis_errors import TROUBLE
 from shared.task_queue import TaskQueue
 from tasks.batch_keeper import BatchKeeper
 from tasks.metrics import TasksMetrics
+from tasks.rq_worker import drop_foreign
 
 _log = structlog.stdlib.get_logger("tasks.keeper")
 
@@ -109,7 +110,13 @@ class Keeper:
     def _schedule(self) -> None:
         """The queue's scheduler is whoever has its lock."""
         self._scheduler.acquire_locks()  # type: ignore[no-untyped-call]
-        self._scheduler.enqueue_scheduled_jobs()  # type: ignore[no-untyped-call]
+        try:
+            self._scheduler.enqueue_scheduled_jobs()  # type: ignore[no-untyped-call]
+        except TROUBLE:
+            raise
+        except Exception:  # noqa: BLE001 - bytes of anybody may fail in any way, and must not hold up all else
+            _log.exception("scheduled tasks do not read")
+            drop_foreign(self._scheduler.connection)
 
     async def _look_after(self, record: AdapterRecord, pending: PendingLoad) -> None:
         """Begin a load anew that nobody is at, or give it up."""

@@ -12,10 +12,15 @@ import threading
 from typing import Any
 
 import structlog
+from redis import Redis
 from rq import Queue, Worker
 from rq.exceptions import NoSuchJobError
 from rq.job import Job
+from rq.registry import ScheduledJobRegistry
+from rq.serializers import JSONSerializer
 
+from shared.redis_errors import TROUBLE
+from shared.task_queue import QUEUE
 from tasks.jobs import ALLOWED
 from tasks.load import TryAgainError
 
@@ -61,6 +66,20 @@ class TaskJob(Job):
     def _foreign(self, why: str) -> ForeignTaskError:
         _log.error("task of somebody else passed over", task=self.id, why=why)
         return ForeignTaskError("this task is none of ours")
+
+
+def drop_foreign(connection: Redis) -> None:
+    """Take out of the tasks that wait for their time what is none of ours or does not read."""
+    key = ScheduledJobRegistry(QUEUE, connection=connection).key  # type: ignore[no-untyped-call]
+    members: Any = connection.zrange(key, 0, -1)
+    for member in members:
+        try:
+            TaskJob.fetch(member.decode(), connection=connection, serializer=JSONSerializer)
+        except TROUBLE:
+            raise
+        except Exception as error:  # noqa: BLE001 - bytes of anybody may fail in any way
+            _log.error("scheduled task of somebody else dropped", error=type(error).__name__)
+            connection.zrem(key, member)
 
 
 class TaskWorker(Worker):

@@ -247,6 +247,22 @@ async def test_tasks_of_somebody_else_are_not_run(
     assert "passed over" in process.log.read_text()
 
 
+async def test_scheduled_tasks_that_do_not_read_hold_nothing_up(
+    adapters: Adapters, valkey_url: str, tmp_path: Path
+) -> None:
+    client = connect_sync(valkey_url)
+    assert isinstance(client, redis.Redis)
+    client.hset("rq:job:evil", mapping={"created_at": "never", "status": "scheduled", "data": b"x"})
+    client.zadd(f"rq:scheduled:{QUEUE}", {b"\xff\xfe": 1, "evil": 1, "absent": 1})
+    source = write_adapter(tmp_path / "roots" / "a")
+    pending = PendingLoad(version=0, source=str(source), since_ms=1)
+    await adapters.begin("x", MODEL, pending, replace=False)  # and nobody queues its task: the keeper has to
+    with tasks(valkey_url, tmp_path):
+        assert (await ended(adapters, seconds=60)).content is not None
+    assert client.zcard(f"rq:scheduled:{QUEUE}") == 0
+    client.close()
+
+
 class Evil:
     """Makes a folder when it is unpickled."""
 
