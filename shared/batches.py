@@ -220,10 +220,10 @@ class Batches(JobStore):
         while ids := await self._ask("ZRANGE" if ascending else "ZREVRANGE", index, start, start + _PAGE - 1):
             names: Sequence[str] = [keys.batches(f"{kind}:{name.decode()}") for name in ids]
             values = await self._ask("MGET", *names)
-            for value in values:
-                if value is not None:
-                    yield value
             gone = [name for name, value in zip(ids, values, strict=True) if value is None]
             if gone:
                 await self._ask("ZREM", index, *gone)
+            for value in values:
+                if value is not None:
+                    yield value
             start += len(ids) - len(gone)

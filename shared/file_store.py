@@ -65,27 +65,31 @@ class FileStore:
 
     def delete(self, file_id: str) -> None:
         """Delete a content; one that is not there is no error. Raises StoreUnavailableError."""
+        path = self._file(file_id)
         with trouble(), suppress(FileNotFoundError):
-            self._fs.rm_file(self._file(file_id))
+            self._fs.rm_file(path)
 
     def write_part(self, batch: str, name: str, data: bytes) -> None:
         """Write a piece of a batch's output whole. Raises StoreUnavailableError."""
-        with trouble(), self._opened(self._part(batch, name), "wb") as stream:
+        path = self._part(batch, name)
+        with trouble(), self._opened(path, "wb") as stream:
             stream.write(data)
 
     def read_part(self, batch: str, name: str) -> bytes:
         """A piece of a batch's output; empty where there is none. Raises StoreUnavailableError."""
+        path = self._part(batch, name)
         with trouble():
             try:
-                with self._fs.open(self._part(batch, name), "rb") as stream:
+                with self._fs.open(path, "rb") as stream:
                     return bytes(stream.read())
             except FileNotFoundError:
                 return b""
 
     def drop_parts(self, batch: str) -> None:
         """Delete a batch's pieces. Raises StoreUnavailableError."""
+        path = f"{self._root}/parts/{_checked(_BATCH, batch)}"
         with trouble(), suppress(FileNotFoundError):
-            self._fs.rm(f"{self._root}/parts/{_checked(_BATCH, batch)}", recursive=True)
+            self._fs.rm(path, recursive=True)
 
     def _opened(self, path: str, mode: str) -> IO[bytes]:
         with trouble():

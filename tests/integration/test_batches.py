@@ -21,6 +21,7 @@ from openai.types import Batch
 from shared import keys
 from shared.batches import Batches
 from shared.connect import connect
+from shared.jobstore import JobStore
 from tests.support.adapter_tasks import TasksProcess
 from tests.support.redis_server import binary
 from tests.support.stack import Stack
@@ -56,6 +57,21 @@ class System:
         """How many batches have not ended."""
         with self.stack.redis.client() as client:
             return int(client.scard(keys.batches("open")))  # type: ignore[arg-type]
+
+    def ended_jobs(self) -> int:
+        """How many jobs have ended, ever."""
+
+        async def ask() -> int:
+            connection = connect(self.stack.redis.url)
+            try:
+                store = JobStore(connection)
+                card = await store.get_card(MODEL)
+                assert card is not None
+                return (await store.pool_load(MODEL, card.lanes)).ended_jobs
+            finally:
+                await connection.aclose()
+
+        return asyncio.run(ask())
 
     def jobs(self) -> int:
         """How many jobs Redis holds."""
@@ -184,7 +200,7 @@ def test_a_faulty_file_fails_with_line_numbers(client: openai.OpenAI, tasks: Cal
 def test_killed_again_and_again_each_line_is_answered_once(
     system: System, client: openai.OpenAI, tasks: Callable[..., TasksProcess]
 ) -> None:
-    count, dice = 400, random.Random(5)
+    count, dice, before_all = 400, random.Random(5), system.ended_jobs()
     batch = create(client, [chat(f"line-{i}", f"cabin {i} goes") for i in range(count)])
     for _ in range(3):
         process = tasks(batch_window=16)
@@ -202,6 +218,23 @@ def test_killed_again_and_again_each_line_is_answered_once(
         number = line["custom_id"].removeprefix("line-")
         assert line["response"]["body"]["choices"][0]["message"]["content"] == f"cabin {number} goes"
     assert content(client, batch.error_file_id) == []
+    assert system.ended_jobs() - before_all == count  # no line ran twice
+
+
+def test_batches_take_turns(client: openai.OpenAI, tasks: Callable[..., TasksProcess]) -> None:
+    both = [create(client, [chat(f"line-{i}", "x" * 50) for i in range(200)]) for _ in range(2)]
+    process = tasks(batch_window=8, batch_slice_s=0.2)
+
+    def some(batch: Batch) -> bool:
+        assert batch.request_counts is not None
+        return batch.request_counts.completed > 0
+
+    until(client, both[1], some)
+    assert client.batches.retrieve(both[0].id).status == "in_progress"  # the second one did not wait for its end
+    for batch in both:
+        batch = until(client, batch)
+        assert batch.status == "completed" and len(content(client, batch.output_file_id)) == 200
+    assert "batch begun anew" not in process.log.read_text()
 
 
 def test_cancel_keeps_what_is_done(client: openai.OpenAI, tasks: Callable[..., TasksProcess]) -> None:

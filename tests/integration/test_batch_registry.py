@@ -1,0 +1,128 @@
+"""Records of files and batches on a real server: races, expiry, and who is at a batch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from shared import keys
+from shared.batch_record import BatchRecord, FileRecord, Progress
+from shared.batches import Batches, new_batch_id, new_file_id
+from shared.connect import connect
+from shared.errors import InvalidRequestError, NotFoundError
+from shared.file_store import FileStore
+from shared.task_queue import TaskQueue
+from tasks.batch_keeper import MOST_DEATHS, BatchKeeper
+
+
+@pytest.fixture
+async def batches(valkey_url: str) -> AsyncIterator[Batches]:
+    client = connect(valkey_url)
+    yield Batches(client)
+    await client.aclose()
+
+
+def a_batch(tenant: str = "t") -> BatchRecord:
+    return BatchRecord(
+        id=new_batch_id(), tenant=tenant, authenticated=True, endpoint="/v1/completions", input_file=new_file_id(),
+        created_ms=1, expires_ms=2,
+    )  # fmt: skip
+
+
+async def test_changes_at_the_same_time_are_all_made(batches: Batches) -> None:
+    record = a_batch()
+    await batches.add_batch(record)
+
+    def change(held: BatchRecord) -> BatchRecord:
+        return replace(held, slices=held.slices + 1)
+
+    await asyncio.gather(*(batches.change(record.id, change) for _ in range(20)))
+    assert (await batches.batch(record.id)).slices == 20
+
+
+async def test_only_one_is_at_a_batch(batches: Batches) -> None:
+    record = a_batch()
+    assert await batches.begin(record.id, "one") and not await batches.begin(record.id, "two")
+    assert await batches.stay(record.id, "one") and not await batches.stay(record.id, "two")
+    assert not await batches.advance(record.id, "two", Progress(next_line=5, completed=5), "part")
+    assert await batches.progress(record.id) == Progress() and await batches.parts(record.id) == []
+    await batches.count_death(record.id)
+    assert await batches.advance(record.id, "one", Progress(next_line=5, completed=4, failed=1), "part")
+    expected = Progress(next_line=5, completed=4, failed=1, seen_completed=4, seen_failed=1, deaths=0)
+    assert await batches.progress(record.id) == expected and await batches.parts(record.id) == ["part"]
+    await batches.leave(record.id, "two")
+    assert await batches.is_running(record.id)
+    await batches.leave(record.id, "one")
+    assert not await batches.is_running(record.id)
+
+
+async def test_pages_pass_over_records_that_have_expired(batches: Batches) -> None:
+    records = [replace(a_batch(), created_ms=i) for i in range(6)]
+    for record in records:
+        await batches.add_batch(record)
+    await batches.add_batch(a_batch("another"))
+    await batches._ask("DEL", keys.batches(f"batch:{records[4].id}"))
+    page, more = await batches.batches("t", after=None, limit=2)
+    assert [r.id for r in page] == [records[5].id, records[3].id] and more
+    page, more = await batches.batches("t", after=page[-1].id, limit=3)
+    assert [r.id for r in page] == [records[2].id, records[1].id, records[0].id] and not more
+    with pytest.raises(InvalidRequestError, match="after"):
+        await batches.batches("t", after=records[4].id, limit=2)
+
+
+async def test_a_record_goes_when_its_batch_has_ended(batches: Batches) -> None:
+    record = a_batch()
+    await batches.add_batch(record)
+    await batches.change(record.id, lambda held: replace(held, status="failed"), 0.001)
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                await batches.batch(record.id)
+            except NotFoundError:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def test_files_whose_time_is_over_are_deleted(batches: Batches, tmp_path: Path, valkey_url: str) -> None:
+    store, now = FileStore(str(tmp_path)), await batches.clock_ms()
+    old, young = (
+        FileRecord(
+            id=new_file_id(), tenant="t", filename="x", purpose="batch", bytes=1, created_ms=now, expires_ms=expires
+        )
+        for expires in (now, now + 60_000)
+    )
+    for record in (old, young):
+        with store.create(record.id) as stream:
+            stream.write(b"x")
+        await batches.add_file(record)
+    with pytest.raises(NotFoundError):  # at once, though its content is still there
+        await batches.file(old.id, "t")
+    await BatchKeeper(batches, store, TaskQueue(valkey_url, 60), 60).tidy()
+    with pytest.raises(FileNotFoundError):
+        store.open(old.id)
+    found, _ = await batches.files("t", after=None, limit=10, ascending=True, purpose=None)
+    assert [record.id for record in found] == [young.id]
+    with store.open(young.id) as stream:
+        assert stream.read() == b"x"
+
+
+async def test_a_batch_that_kills_whoever_is_at_it_is_given_up(
+    batches: Batches, tmp_path: Path, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.batch_keeper._ABANDONED_S", 0.0)
+    record = a_batch()
+    await batches.add_batch(record)
+    for _ in range(MOST_DEATHS):
+        await batches.count_death(record.id)
+    queue = TaskQueue(valkey_url, 60)
+    keeper = BatchKeeper(batches, FileStore(str(tmp_path)), queue, 60)
+    await keeper.round()
+    await keeper.round()
+    queue.close()
+    failed = await batches.batch(record.id)
+    assert failed.status == "failed" and [fault.code for fault in failed.faults] == ["task_died"]
+    assert await batches.open_batches() == []
