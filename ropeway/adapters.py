@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from ropeway.client import Adapter, APIError, Client
-from ropeway.console import fail, out
+from ropeway.console import err, fail, out
 
 T = TypeVar("T")
 
@@ -70,6 +70,8 @@ def load_adapter(
     local = not on_server and folder.is_dir()
     if not local and not on_server and (source.startswith(("/", ".", "~")) or source.count("/") != 1):
         fail(f"{source} is no folder here, and no repository of the hub (owner/name)")
+    if not local and not on_server:
+        err.print(f"ropeway: there is no folder {source} here; the hub is asked", markup=False, soft_wrap=True)
     adapter = _run(
         url,
         api_key,
@@ -121,7 +123,7 @@ def _run(url: str, api_key: str | None, call: Callable[[Client], T]) -> T:
         with Client(url, api_key=api_key) as client:
             return call(client)
     except APIError as error:
-        fail(str(error))
+        fail(f"{error} (--replace)" if error.code == "adapter_loaded" else str(error))
     except OSError as error:
         fail(f"{error.filename}: {error.strerror}")
     except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:

@@ -30,6 +30,8 @@ from shared.task_queue import tasks_url
 _PROBE_S = 0.1
 #: Seconds that children have to end beyond the worker's own grace period.
 _STOP_MARGIN_S = 10.0
+#: Exit code of a worker that cannot serve with its settings.
+_REFUSED = 78
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +129,17 @@ def serve(given: Given, redis_url: str | None, data_dir: Path) -> None:
         except InterruptedBySignalError as error:
             err.print(f"ropeway: ended by {error}")
         except ChildEndedError as error:
-            fail(str(error), error.exit_code)
+            fail(f"{error}{_hint(error, data_dir if embedded else None)}", error.exit_code)
+
+
+def _hint(error: ChildEndedError, data_dir: Path | None) -> str:
+    """What to do where a worker does not fit to jobs that are kept."""
+    if error.exit_code != _REFUSED or data_dir is None:
+        return ""
+    return (
+        f": see above. If its settings differ from those of jobs that are kept in {data_dir}, start it once more as "
+        "before and let them end, or take another --data-dir"
+    )
 
 
 async def _announce(layout: Layout, supervisor: Supervisor, embedded: EmbeddedRedis | None) -> None:
@@ -154,7 +166,8 @@ async def _first_model(layout: Layout) -> str:
 
 
 def _example(layout: Layout, model: str) -> str:
-    body = {"model": model, "stream": True, "messages": [{"role": "user", "content": "What is a ropeway?"}]}
+    question = {"role": "user", "content": "What is a ropeway?"}
+    body = {"model": model, "stream": True, "max_tokens": 200, "messages": [question]}
     lines = [f"curl -N {layout.url}/v1/chat/completions -H 'Content-Type: application/json'"]
     if layout.gateway.api_keys:
         lines.append('-H "Authorization: Bearer $YOUR_KEY"')
