@@ -176,3 +176,11 @@ async def test_children_are_in_sessions_of_their_own(folder: Folder) -> None:
         assert os.getsid(pid) == pid != os.getsid(0)
 
     await Supervisor([folder.child("a", SLEEP)], stop_s=20).run(work())
+
+
+def test_a_worker_that_does_not_fit_to_kept_jobs_comes_with_the_next_step() -> None:
+    from ropeway.serve import _hint
+
+    refused = ChildEndedError("worker", 78)
+    assert "/jobs" in _hint(refused, Path("/jobs")) and "--data-dir" in _hint(refused, Path("/jobs"))
+    assert _hint(refused, None) == "" and _hint(ChildEndedError("worker", 1), Path("/jobs")) == ""
