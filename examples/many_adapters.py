@@ -109,6 +109,7 @@ async def main(url: str, metrics_url: str | None) -> int:
         print(f"{len(names)} adapters are loaded; now all of them at once:")
         watching = asyncio.create_task(watch(http, metrics_url))
         together = await asyncio.gather(*(ask(http, name) for name in names))
+        await asyncio.sleep(1.0)  # the worker's figures are up to half a second old
         watching.cancel()
         print("and one by one:")
         alone = [await ask(http, name) for name in names]
