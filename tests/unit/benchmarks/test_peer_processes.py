@@ -188,7 +188,7 @@ class _Server:
         try:
             yield self
         finally:
-            server.close()
+            loop.call_soon_threadsafe(server.close)
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
             loop.close()
