@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -34,6 +35,8 @@ _EXTRAS = {
     "dead": "gateway",
     "pool": "gateway",
 }
+#: Fields of a request that `ropeway submit` sets itself, from its argument and its options.
+_OWN_FIELDS = frozenset({"messages", "model", "prompt", "raw", "self", "stream"})
 
 
 @app.command()
@@ -78,6 +81,17 @@ def submit(
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of the answer.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
+    job_class: Annotated[
+        Literal["high", "normal", "batch"] | None,
+        typer.Option("--class", help="Which jobs come first; unset: normal.", show_default=False),
+    ] = None,
+    delay_s: Annotated[
+        float | None, typer.Option("--delay", metavar="SECONDS", help="Until it may start; unset: at once.")
+    ] = None,
+    deadline_s: Annotated[
+        float | None,
+        typer.Option("--deadline", metavar="SECONDS", help="From then until it must have ended; unset: the gateway's."),
+    ] = None,
     field: Annotated[
         list[str] | None, typer.Option(metavar="NAME=JSON", help="A further field of the request; may be repeated.")
     ] = None,
@@ -86,7 +100,8 @@ def submit(
     from ropeway.submit import Order
     from ropeway.submit import submit as run
 
-    named = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    named: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    named |= {"job_class": job_class, "delay_s": delay_s, "deadline_s": deadline_s}
     parameters = {name: value for name, value in named.items() if value is not None}
     parameters |= dict(_field(text) for text in field or ())
     if stream and not as_json and parameters.get("n") not in (None, 1):
@@ -109,12 +124,16 @@ def submit(
 def _field(text: str) -> tuple[str, Any]:
     """`ignore_eos=true` as a name and a value."""
     name, equals, value = text.partition("=")
+    if not (name and equals):
+        fail(f"--field {text}: NAME=JSON is needed", EXIT_USAGE)
+    if name in _OWN_FIELDS:
+        fail(f"--field {text}: the command sets {name} itself, see --help", EXIT_USAGE)
     try:
-        if not (name and equals):
-            raise ValueError("NAME=JSON is needed")
-        return name, json.loads(value)
+        return {"class": "job_class"}.get(name, name), json.loads(value)
     except ValueError as error:
-        fail(f"--field {text}: {error}", EXIT_USAGE)
+        quoted = shlex.quote(f"{name}={json.dumps(value)}")
+        hint = f"; a text needs quotes: --field {quoted}" if value[:1] not in '[{"' else f": {error}"
+        fail(f"--field {text}: what follows {name}= is not JSON{hint}", EXIT_USAGE)
 
 
 def _add_processes() -> None:

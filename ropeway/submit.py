@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import httpx
@@ -46,9 +47,10 @@ def submit(order: Order) -> None:
 
 
 def _named(error: APIError) -> str:
-    """The field that is at fault, where the message does not begin with it."""
-    name = (error.param or "").removeprefix("body.")
-    return f" ({name})" if name and not str(error).startswith(f"{name}:") else ""
+    """The field that is at fault, where the message does not name it. That it is in the body is no news to anybody."""
+    name = (error.param or "").removeprefix("body").removeprefix(".")
+    said = re.search(rf"(?<!\w){re.escape(name)}(?!\w)", str(error))
+    return f" ({name})" if name and not said else ""
 
 
 def _submit(client: Client, order: Order) -> None:

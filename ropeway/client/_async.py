@@ -44,11 +44,13 @@ class AsyncClient:
         raw: bool = False,
         job_class: JobClass | None = None,
         deadline_s: float | None = None,
+        delay_s: float | None = None,
         metadata: Mapping[str, str] | None = None,
         **parameters: Any,
     ) -> Job:
         """Queue a job."""
-        return await self._run(_core.submit(prompt, model, raw, job_class, deadline_s, metadata, parameters))
+        order = _core.submit(prompt, model, raw, job_class, deadline_s, delay_s, metadata, parameters)
+        return await self._run(order)
 
     async def get(self, job_id: str) -> Job:
         """A job as it is now."""

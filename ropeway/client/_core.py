@@ -196,6 +196,7 @@ def submit(
     raw: bool,
     job_class: JobClass | None,
     deadline_s: float | None,
+    delay_s: float | None,
     metadata: Mapping[str, str] | None,
     parameters: Mapping[str, Any],
 ) -> Operation[Job]:
@@ -206,7 +207,7 @@ def submit(
     else:
         body["messages"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     content: Json = {"kind": "completion" if raw else "chat", "body": body}
-    optional = {"class": job_class, "deadline_s": deadline_s, "metadata": metadata}
+    optional = {"class": job_class, "deadline_s": deadline_s, "delay_s": delay_s, "metadata": metadata}
     content |= {name: value for name, value in optional.items() if value is not None}
     return _job(checked((yield Call("POST", "/v1/jobs", json=content))))
 

@@ -44,6 +44,7 @@ class Client:
         raw: bool = False,
         job_class: JobClass | None = None,
         deadline_s: float | None = None,
+        delay_s: float | None = None,
         metadata: Mapping[str, str] | None = None,
         **parameters: Any,
     ) -> Job:
@@ -54,11 +55,12 @@ class Client:
             model: a model of `models()`.
             raw: the prompt is text to be continued, no chat template is put around it.
             job_class: which jobs come first.
-            deadline_s: seconds until it must have ended.
+            deadline_s: seconds until it must have ended, counted from when it may start.
+            delay_s: seconds until it may start.
             metadata: echoed with the job.
             parameters: further fields of the request body: `max_tokens`, `temperature`, `seed` ...
         """
-        return self._run(_core.submit(prompt, model, raw, job_class, deadline_s, metadata, parameters))
+        return self._run(_core.submit(prompt, model, raw, job_class, deadline_s, delay_s, metadata, parameters))
 
     def get(self, job_id: str) -> Job:
         """A job as it is now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import subprocess
@@ -10,12 +11,13 @@ import types
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from typer.testing import CliRunner, Result
 
 import ropeway
 from ropeway import cli, options, processes
-from ropeway.client import APIError
+from ropeway.client import APIError, Client
 from ropeway.options import env_name, is_secret
 from shared.settings import CommonSettings, GatewaySettings, WorkerSettings
 
@@ -125,7 +127,12 @@ def test_without_options_the_defaults_hold(started: list[Any]) -> None:
         (["worker", "--block-size", "many"], ["--block-size"]),
         (["worker", "--no-such"], ["--no-such"]),
         (["submit", "hi", "--field", "stop"], ["--field stop", "NAME=JSON"]),
-        (["submit", "hi", "--field", "stop=[x"], ["--field stop=[x"]),
+        (["submit", "hi", "--field", "stop=[x"], ["--field stop=[x", "not JSON"]),
+        (["submit", "hi", "--field", "class=batch"], ["not JSON", "quotes: --field 'class=\"batch\"'"]),
+        (["submit", "hi", "--field", "model=1"], ["the command sets model itself"]),
+        (["submit", "hi", "--field", "self=1"], ["the command sets self itself"]),
+        (["submit", "hi", "--class", "urgent"], ["--class", "high", "batch"]),
+        (["submit", "hi", "--delay", "soon"], ["--delay"]),
         (["submit", "hi", "--field", "n=2", "--stream"], ["--stream", "--json"]),
     ],
 )
@@ -346,9 +353,36 @@ def test_a_gateway_that_is_not_there_comes_with_the_next_step(url: str, words: l
 
 @pytest.mark.parametrize(
     ("message", "param", "said"),
-    [("top_p: must be in (0, 1]", "body.top_p", ""), ("no such thing", "body.model", " (model)"), ("away", None, "")],
+    [
+        ("top_p: must be in (0, 1]", "body.top_p", ""),
+        ("The value of top_p is wrong", "body.top_p", ""),
+        ("no such thing", "body.model", " (model)"),
+        ("another model", "body.mode", " (mode)"),
+        ("messages[0].content: is empty", "body.messages[0].content", ""),
+        ("the prompt is too long", "body", ""),
+        ("away", None, ""),
+    ],
 )
 def test_a_field_at_fault_is_named_once(message: str, param: str | None, said: str) -> None:
     from ropeway import submit
 
     assert submit._named(APIError(message, param=param, status=400)) == said
+
+
+def test_options_of_a_job_stand_beside_its_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        sent.append(json.loads(request.content))
+        return httpx.Response(202, json={"id": "j", "status": "queued"})
+
+    made = functools.partial(Client, transport=httpx.MockTransport(handler))
+    monkeypatch.setattr("ropeway.submit.Client", made)
+    given = ["--class", "batch", "--delay", "5", "--deadline", "60", "--max-tokens", "3", "--field", "n=2"]
+    assert run("submit", "hi", "--model", "m", "--no-wait", *given).output == "j\n"
+    run("submit", "hi", "--model", "m", "--no-wait", "--raw", "--field", 'class="high"', "--field", "delay_s=0")
+    chat = {"messages": [{"role": "user", "content": "hi"}], "model": "m", "max_tokens": 3, "n": 2}
+    assert sent == [
+        {"kind": "chat", "class": "batch", "delay_s": 5, "deadline_s": 60, "body": chat},
+        {"kind": "completion", "class": "high", "delay_s": 0, "body": {"prompt": "hi", "model": "m"}},
+    ]
