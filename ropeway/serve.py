@@ -77,8 +77,10 @@ class Layout:
             Spec("gateway", [*ropeway, "gateway"], env),
             Spec("worker", [*ropeway, "worker"], env, restart=True),
         ]
-        if self.worker.enable_lora and self._can_load():
-            specs.append(Spec("tasks", [*ropeway, "tasks"], env, restart=True))
+        if self._has_tasks():
+            # Adapters may be loaded at once, which needs it there; a batch may wait a moment.
+            late = not self.worker.enable_lora
+            specs.append(Spec("tasks", [*ropeway, "tasks"], env, restart=True, late=late))
         return Supervisor(
             specs,
             stop_s=self.worker.grace_s + _STOP_MARGIN_S,
@@ -86,12 +88,13 @@ class Layout:
             watched={} if redis is None else {"Redis": redis.poll},
         )
 
-    def _can_load(self) -> bool:
-        """Whether background tasks have a place; where they have none, all works but loading adapters."""
+    def _has_tasks(self) -> bool:
+        """Whether background tasks have a place; where they have none, all works but batches and loading adapters."""
         try:
             tasks_url(self.tasks)
         except InvalidRequestError as error:
-            err.print(f"ropeway: adapters cannot be loaded: {error.message}", style="yellow", soft_wrap=True)
+            why = f"ropeway: no batches run, and no adapters can be loaded: {error.message}"
+            err.print(why, style="yellow", markup=False, soft_wrap=True)
             return False
         return True
 

@@ -31,12 +31,18 @@ _HOPELESS = frozenset({EXIT_USAGE, os.EX_CONFIG})
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A child: its name, its command line, its environment, and whether it may be restarted."""
+    """A child: its name, its command line and its environment.
+
+    Attributes:
+        restart: it may be restarted.
+        late: it starts once the whole is ready, so that it takes no time from those that are waited for.
+    """
 
     name: str
     command: Sequence[str]
     env: Mapping[str, str]
     restart: bool = False
+    late: bool = False
 
 
 class InterruptedBySignalError(Exception):
@@ -81,11 +87,11 @@ class Supervisor:
         self._watched = watched or {}
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._signals: asyncio.Queue[int] = asyncio.Queue()
-        self._was_ready = False
+        self._ready = asyncio.Event()
 
     def mark_ready(self) -> None:
-        """From now on, the end of a restartable child is no reason to end."""
-        self._was_ready = True
+        """From now on, the end of a restartable child is no reason to end. Those that are to start late start."""
+        self._ready.set()
 
     async def run(self, work: Awaitable[None]) -> None:
         """Run the children until the work is done, then end them.
@@ -101,8 +107,9 @@ class Supervisor:
         tasks: set[asyncio.Future[None]] = {work_task, asyncio.create_task(self._interrupted())}
         try:
             for spec in self._specs:
-                await self._start(spec)
-                tasks.add(asyncio.create_task(self._keep(spec)))
+                if not spec.late:
+                    await self._start(spec)
+                tasks.add(asyncio.create_task(self._start_late(spec) if spec.late else self._keep(spec)))
             for name, poll in self._watched.items():
                 tasks.add(asyncio.create_task(_watch(name, poll)))
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -125,12 +132,17 @@ class Supervisor:
             start_new_session=True,
         )
 
+    async def _start_late(self, spec: Spec) -> None:
+        await self._ready.wait()
+        await self._start(spec)
+        await self._keep(spec)
+
     async def _keep(self, spec: Spec) -> None:
         delay = _FIRST_DELAY_S
         while True:
             started = time.monotonic()
             code = await self._processes[spec.name].wait()
-            if not (spec.restart and self._was_ready) or code in _HOPELESS:
+            if not (spec.restart and self._ready.is_set()) or code in _HOPELESS:
                 raise ChildEndedError(spec.name, code)
             if time.monotonic() - started > _STEADY_S:
                 delay = _FIRST_DELAY_S

@@ -32,11 +32,18 @@ class Serve:
         self.data_dir = data_dir
         self.process = subprocess.Popen(
             [*CLI, "serve", "--engine", "sim", "--sim-step-ms", "2", "--port", "0", "--health-port", "0",
-             "--data-dir", str(data_dir), *arguments],
+             "--data-dir", str(data_dir), "--files-store", str(data_dir / "files"),
+             "--adapter-store", str(data_dir / "adapters"), *arguments],
             env=ENV | {"COLUMNS": "200"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.url = self._await_url()
+        self.children: dict[str, psutil.Process] = {}
+        wait_until(self._has_tasks)
+
+    def _has_tasks(self) -> bool:
+        """Whether the last of the children has begun."""
         self.children = {self._name(child): child for child in psutil.Process(self.process.pid).children()}
+        return "tasks" in self.children
 
     def _await_url(self) -> str:
         assert self.process.stdout is not None
@@ -139,6 +146,16 @@ def test_completions_of_several_prompts(client: openai.OpenAI) -> None:
     assert all(choice.text for choice in answer.choices)
 
 
+def test_a_batch_is_run(client: openai.OpenAI) -> None:
+    body = {"model": "sim", "messages": QUESTION, "max_tokens": 4}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    file = client.files.create(file=("input.jsonl", json.dumps(line).encode()), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
+    output = client.batches.retrieve(batch.id).output_file_id
+    assert output is not None and json.loads(client.files.content(output).text)["custom_id"] == "a"
+
+
 def test_errors_are_those_of_the_openai_client(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         client.chat.completions.create(model="no-such", messages=QUESTION)
@@ -235,7 +252,7 @@ def test_a_signal_ends_everything_and_jobs_are_kept(start: Callable[..., Serve])
     job = None
     for number in (signal.SIGTERM, signal.SIGINT):
         served = start()
-        assert set(served.children) == {"redis", "gateway", "worker"}
+        assert set(served.children) == {"redis", "gateway", "worker", "tasks"}
         with Client(served.url) as client:
             if job is not None:
                 assert client.get(job.id).text == job.text

@@ -23,13 +23,13 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def child(self, name: str, then: str, *, restart: bool = False) -> Spec:
+    def child(self, name: str, then: str, *, restart: bool = False, late: bool = False) -> Spec:
         """A child that appends its pid to a file of its name, then runs `then`."""
         code = (
             "import os, signal, sys, time\n"
             f"with open({str(self.path / name)!r}, 'a') as f: f.write(f'{{os.getpid()}}\\n')\n{then}"
         )
-        return Spec(name, [sys.executable, "-I", "-S", "-c", code], ENV, restart=restart)
+        return Spec(name, [sys.executable, "-I", "-S", "-c", code], ENV, restart=restart, late=late)
 
     def pids(self, name: str) -> list[int]:
         file = self.path / name
@@ -60,6 +60,35 @@ async def test_children_end_when_the_work_is_done(folder: Folder) -> None:
 
     await Supervisor([folder.child("a", SLEEP), folder.child("b", SLEEP)], stop_s=20).run(work())
     assert all(ended(pid) for pid in folder.pids("a") + folder.pids("b"))
+
+
+async def test_a_late_child_starts_once_the_whole_is_ready(folder: Folder) -> None:
+    supervisor = Supervisor(
+        [folder.child("late", SLEEP, late=True), folder.child("a", SLEEP), folder.child("b", SLEEP)], stop_s=20
+    )
+
+    async def work() -> None:
+        await folder.seen("a")
+        await folder.seen("b")
+        assert folder.pids("late") == []
+        supervisor.mark_ready()
+        await folder.seen("late")
+
+    await supervisor.run(work())
+    assert ended(folder.pids("late")[0])
+
+
+async def test_a_late_child_that_ends_for_good_ends_the_others(folder: Folder) -> None:
+    supervisor = Supervisor([folder.child("late", "sys.exit(7)", late=True), folder.child("a", SLEEP)], stop_s=20)
+
+    async def work() -> None:
+        await folder.seen("a")
+        supervisor.mark_ready()
+        await forever()
+
+    with pytest.raises(ChildEndedError, match="late ended with code 7"):
+        await supervisor.run(work())
+    assert ended(folder.pids("a")[0])
 
 
 async def test_an_error_of_the_work_ends_the_children_and_is_raised(folder: Folder) -> None:
