@@ -16,6 +16,8 @@ import structlog
 from structlog.tracebacks import ExceptionDictTransformer
 from structlog.typing import Processor
 
+from shared.trace_context import trace_id
+
 #: Keys whose values no line of any level may hold, in any nesting.
 CREDENTIAL_KEYS: Final = frozenset(
     {
@@ -82,12 +84,6 @@ def bind(*, job_id: str | None = None, trace: Mapping[str, str] | None = None) -
     values = {"job_id": job_id, "trace_id": trace_id(trace or {})}
     with structlog.contextvars.bound_contextvars(**{k: v for k, v in values.items() if v is not None}):
         yield
-
-
-def trace_id(trace: Mapping[str, str]) -> str | None:
-    """The 32 hex digits of a `traceparent`, or None where there is none."""
-    parts = trace.get("traceparent", "").split("-")
-    return parts[1] if len(parts) == 4 and len(parts[1]) == 32 else None
 
 
 #: Kinds of values that hold nothing, most of those in a line.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from shared.logs import trace_id
+from shared.trace_context import Trace, is_sampled, trace_id
 
 #: Namespace of every metric.
 NAMESPACE: Final = "ropeway"
@@ -42,7 +41,7 @@ def exposition(registry: CollectorRegistry, accept: str | None) -> tuple[bytes, 
     return encode(registry), media_type
 
 
-def exemplar(trace: Mapping[str, str]) -> dict[str, str] | None:
-    """What a sample says of the request behind it: the trace's id, where the W3C trace context has one."""
-    found = trace_id(trace)
+def exemplar(trace: Trace) -> dict[str, str] | None:
+    """What a sample says of the request behind it: the id of its trace, where one is recorded."""
+    found = trace_id(trace) if trace and is_sampled(trace) else None
     return None if found is None else {"trace_id": found}

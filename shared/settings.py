@@ -27,6 +27,12 @@ class CommonSettings(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
     log_json: bool | None = Field(None, description="JSON lines; unset: where standard error is not a terminal")
+    otlp_traces_endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://[^/]",
+        description="URL of an OpenTelemetry collector that takes traces by OTLP over HTTP; unset: as "
+        "OTEL_EXPORTER_OTLP_ENDPOINT says, else none",
+    )
 
 
 class AdapterSettings(CommonSettings):
