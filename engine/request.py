@@ -149,6 +149,7 @@ class AdapterStats:
         in_memory: adapters in memory, in a slot or not.
         loading: adapters that are being fetched or read, or wait for room in memory.
         failed: why others could not be had, the last ones, until they can.
+        failed_at: since when, in monotonic seconds.
         loads, load_failures: adapters that came into memory, and that could not.
         load_seconds: of the last loads, the newest last: from the first request for one until it was in memory.
         fills, evictions: adapters that were brought to a slot, and that left one.
@@ -162,6 +163,7 @@ class AdapterStats:
     in_memory: list[str] = field(default_factory=list)
     loading: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    failed_at: dict[str, float] = field(default_factory=dict)
     loads: int = 0
     load_failures: int = 0
     load_seconds: list[float] = field(default_factory=list)

@@ -177,8 +177,10 @@ class AdapterDesk:
                 raise unknown_adapter(record.name)
             if held.version >= version:
                 return
-            if held.pending is None or held.pending.version != version:
-                raise AdapterError(held.error or "another load of this name has taken the place of this one")
+            if held.pending is None:
+                raise AdapterError(held.error or "the load has failed")
+            if held.pending.version != version:
+                raise AdapterError("another load of this name has taken the place of this one")
             if time.monotonic() >= until:
                 why = "it goes on" if await self._adapters.any_tasks() else _no_tasks()
                 raise ServiceUnavailableError(f"the load of '{record.name}' has not ended yet: {why}", retry_after=10.0)
@@ -258,7 +260,7 @@ def _view(record: AdapterRecord, pool: _PoolState, sources: bool) -> AdapterView
     identity = record.identity
     resident = sum(identity in (*w.adapters, *w.adapters_in_memory) for w in pool.workers) if identity else 0
     reading = any(identity in w.adapters_loading for w in pool.workers) if identity else False
-    failures = [w.adapters_failed[identity] for w in pool.workers if identity in w.adapters_failed] if identity else []
+    failures = _failures(record, pool.workers)
     state: State
     error = record.error
     if record.pending is not None:
@@ -275,6 +277,19 @@ def _view(record: AdapterRecord, pool: _PoolState, sources: bool) -> AdapterView
         state = "registered"
     fields: dict[str, Any] = _fields(record, pool, sources)
     return AdapterView(**fields, state=state, error=error, workers=resident)
+
+
+def _failures(record: AdapterRecord, workers: Sequence[WorkerInfo]) -> list[str]:
+    """Why workers could not read what a name stands for, since it was loaded: a load may have mended what it was."""
+    identity = record.identity
+    if identity is None:
+        return []
+    return [
+        worker.adapters_failed[identity]
+        for worker in workers
+        if identity in worker.adapters_failed
+        and worker.adapters_failed_ms.get(identity, record.loaded_ms) >= record.loaded_ms
+    ]
 
 
 def _draining(record: AdapterRecord, pool: _PoolState, sources: bool) -> AdapterView:

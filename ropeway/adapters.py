@@ -86,8 +86,10 @@ def load_adapter(
     )
     if as_json:
         _print(adapter.data)
-    else:
+    elif adapter.state != "failed":
         out.print(f"{adapter.name} is {adapter.state} (version {adapter.data['version']})", soft_wrap=True)
+    if adapter.state == "failed":
+        fail(f"{adapter.name} could not be loaded: {adapter.error}")
 
 
 @adapters.command("unload")

@@ -20,7 +20,7 @@ class PendingLoad(msgspec.Struct, kw_only=True, frozen=True):
         version: that it will give the name.
         source: as it was asked for: a folder, `hf:owner/name[@revision]`, or `upload:<32 hex digits>`.
         pinned: whether workers are to keep it in memory.
-        since_ms: when it was asked for, by the asker's clock.
+        since_ms: when it was asked for, by Redis's clock.
         starts: how often it was begun anew because whoever was at it died.
     """
 
@@ -57,7 +57,7 @@ class AdapterRecord(msgspec.Struct, kw_only=True, frozen=True):
         source: where that came from.
         pinned: workers keep it in memory.
         error: why the last load failed, None once one has succeeded.
-        created_ms, loaded_ms: first asked for, last loaded; Unix ms, 0 for never.
+        created_ms, loaded_ms: first asked for, last loaded; Unix ms of Redis's clock, 0 for never.
         next_version: that the next load gets.
         pending: the load under way.
         stamp: drawn anew with each change, so that no two records are the same by chance.

@@ -282,6 +282,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     """
 
     v: int = WIRE_VERSION
+        adapters_failed_ms: since when, Unix ms of Redis's clock.
     owner: str
     state: Literal["starting", "ready", "draining"] = "ready"
     version: str = ""
@@ -300,6 +301,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
 
 
 class Head(msgspec.Struct, kw_only=True, omit_defaults=True):
+    adapters_failed_ms: dict[str, int] = {}
     """What lists show of a job beside its state, so that nobody has to read its envelope: see there."""
 
     v: int = WIRE_VERSION

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -64,7 +63,7 @@ async def load(
             return
         async with asyncio.timeout(settings.adapter_load_timeout_s), _alive(adapters, name, version):
             content = await _content(name, record.pool, pending, adapters, store, settings)
-            if await adapters.finish(name, version, content, time.time_ns() // 1_000_000):
+            if await adapters.finish(name, version, content, await adapters.clock_ms()):
                 _log.info("adapter loaded", adapter=name, version=version, identity=content.identity)
     except TimeoutError:
         _log.warning("load took too long", adapter=name, version=version)

@@ -17,4 +17,8 @@ class RedisClock:
 
     def now_ms(self) -> float:
         """Unix milliseconds."""
-        return time.monotonic() * 1e3 + self._offset_ms
+        return self.at_ms(time.monotonic())
+
+    def at_ms(self, monotonic_s: float) -> float:
+        """Unix milliseconds of a moment on the local monotonic clock."""
+        return monotonic_s * 1e3 + self._offset_ms

@@ -156,6 +156,7 @@ class Registry:
         adapters = stats.adapters
         entry.adapters, entry.adapters_in_memory = adapters.resident, adapters.in_memory
         entry.adapters_loading, entry.adapters_failed = adapters.loading, adapters.failed
+        entry.adapters_failed_ms = {each: int(self._clock.at_ms(at)) for each, at in adapters.failed_at.items()}
         entry.max_loras = adapters.slots
         owners = await self._store.heartbeat(self._pool, entry, self._ttl_ms)
         self._clock.set(await self._store.now_ms(self._pool))

@@ -200,6 +200,11 @@ class AdapterLibrary(Generic[A]):
         """The last ones that could not be had, and why."""
         return {identity: message for identity, (message, _) in self._failed.items()}
 
+    @property
+    def failed_at(self) -> dict[str, float]:
+        """When each of these failed, in monotonic seconds."""
+        return {identity: since for identity, (_, since) in self._failed.items()}
+
     def poll(self, timeout: float = 0.0) -> dict[str, RopewayError]:
         """Take in what was fetched and read; wait up to `timeout` seconds for some of it.
 

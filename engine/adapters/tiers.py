@@ -67,6 +67,7 @@ class AdapterTiers(Generic[A]):
             in_memory=library.in_memory,
             loading=library.loading,
             failed=library.failed,
+            failed_at=library.failed_at,
             loads=library.loads,
             load_failures=library.load_failures,
             load_seconds=list(library.load_seconds),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -396,6 +398,47 @@ async def test_states_come_from_workers(gateway: Gateway, folder: Path) -> None:
         shown = (await gateway.http.get("/v1/adapters/sql")).json()
         assert shown["state"] == state
         assert shown["error"] == ("the disk is gone" if state == "failed" else None)
+
+
+async def test_a_reload_is_not_blamed_for_what_a_worker_could_not_read_before(gateway: Gateway, folder: Path) -> None:
+    """The same content again, since its files were damaged: the worker has not tried it since."""
+    path = source(folder)
+    identity = await loaded(gateway, "sql", path)
+    now = await gateway.store.now_ms(MODEL)
+
+    async def seen(failed_ms: int) -> Any:
+        info = WorkerInfo(owner="w1", adapters_failed={identity: "damaged"}, adapters_failed_ms={identity: failed_ms})
+        await gateway.store.heartbeat(MODEL, info, 15_000)
+        return (await gateway.http.get("/v1/adapters/sql")).json()
+
+    assert (await seen(now))["state"] == "failed"
+    assert await loaded(gateway, "sql", path, load_inplace=True) == identity
+    shown = await seen(now)
+    assert (shown["state"], shown["error"]) == ("registered", None)
+    shown = await seen(now + 600_000)
+    assert (shown["state"], shown["error"]) == ("failed", "damaged"), "it is no better"
+
+
+async def test_the_command_that_loads_ends_with_the_load(gateway: Gateway, folder: Path) -> None:
+    """And says by its exit code how."""
+    good, bad = source(folder), source(folder, "bad", rank=64)
+
+    async def load_by_command(name: str, path: str, *more: str) -> tuple[int | None, str, str]:
+        command = [sys.executable, "-m", "ropeway", "adapters", "load", name, path, "--url", gateway.url, *more]
+        process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+        out, err = await asyncio.wait_for(process.communicate(), 90)
+        return process.returncode, out.decode(), err.decode()
+
+    assert await load_by_command("sql", good) == (0, "sql is registered (version 1)\n", "")
+    for more in ((), ("--json",), ("--on-server",)):
+        code, out, err = await load_by_command("bad", bad, *more)
+        assert (code, out) == (1, "") and "rank is 64" in err
+    code, out, err = await load_by_command("sql", bad, "--replace")
+    assert (code, out) == (1, "") and "rank is 64" in err
+    identity = (await gateway.http.get("/v1/adapters/sql")).json()["identity"]
+    await gateway.store.heartbeat(MODEL, WorkerInfo(owner="w1", adapters_failed={identity: "the disk is gone"}), 15_000)
+    code, out, err = await load_by_command("sql", good, "--replace")
+    assert (code, out, err) == (1, "", "ropeway: sql could not be loaded: the disk is gone\n")
 
 
 async def test_loading_may_be_waited_for_or_not(gateway: Gateway, folder: Path) -> None:

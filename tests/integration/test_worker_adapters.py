@@ -182,6 +182,7 @@ async def test_a_damaged_adapter_fails_and_its_repair_is_taken(valkey_url: str, 
     async with harness(valkey_url) as h:
         await h.name_adapter("broken", identity)
         worker = await h.worker(**lora(tmp_path))
+        before = await h.store.now_ms(POOL) - 1000
         broken, fine = job(1, adapter=identity), job(2, adapter=other)
         followers = [await h.submit(envelope) for envelope in (broken, fine)]
         frames = await followers[0].end()
@@ -189,6 +190,7 @@ async def test_a_damaged_adapter_fails_and_its_repair_is_taken(valkey_url: str, 
         await completed(h, fine, followers[1])
         info = await entry(h, worker, lambda info: bool(info.adapters_failed))
         assert "changed" in info.adapters_failed[identity]
+        assert before <= info.adapters_failed_ms[identity] <= await h.store.now_ms(POOL) + 1000
         warned = await worker.event(
             f"adapter name-of-{identity[:4]} ({identity}) cannot be served: the adapter's files were changed after it "
             "was registered"

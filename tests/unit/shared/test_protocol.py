@@ -131,6 +131,7 @@ WORKER = st.builds(
     kv_tokens=COUNT, max_num_seqs=COUNT, running=COUNT, waiting=COUNT, free_blocks=COUNT, total_blocks=COUNT,
     adapters=st.lists(TEXT, max_size=3), adapters_in_memory=st.lists(TEXT, max_size=3),
     adapters_loading=st.lists(TEXT, max_size=3), adapters_failed=MAPPING, max_loras=COUNT,
+    adapters_failed_ms=st.dictionaries(TEXT, COUNT, max_size=3),
 )  # fmt: skip
 
 SMALL_ENVELOPE = Envelope(id="i", model="m", prompt_token_ids=[1], sampling=SamplingParams())
