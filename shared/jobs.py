@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from shared.protocol import Envelope, ErrorInfo, Head, JobClass, JobStatus
+from shared.protocol import Envelope, ErrorInfo, Head, JobClass, JobStatus, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +147,11 @@ class Publication(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What the last frame stores: final status and encoded `Result`."""
+    """What the last frame stores: final status, encoded `Result`, and its usage; None: whatever the result says."""
 
     status: JobStatus
     result: bytes
+    usage: Usage | None = None
 
 
 @dataclass(frozen=True, slots=True)

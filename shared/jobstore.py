@@ -65,6 +65,7 @@ class JobStore:
         limits: of each lane, where a submit brings none of its own.
         lifetime: of each job, likewise.
         replicas: what a submit waits for; None: nothing but the primary.
+        usage_days: how long it is kept what each job used.
     """
 
     def __init__(
@@ -74,11 +75,13 @@ class JobStore:
         limits: LaneLimits = _DEFAULT_LIMITS,
         lifetime: Lifetime = _DEFAULT_LIFETIME,
         replicas: ReplicaWait | None = None,
+        usage_days: int = scripts.USAGE_DAYS,
     ) -> None:
         self._redis = redis
         self._limits = limits
         self._lifetime = lifetime
         self._replicas = replicas
+        self._usage_days = usage_days
         # Per lane and owner: token of the last pull's answer that arrived, and who is pulling.
         self._seen: dict[tuple[str, int, str], bytes] = {}
         self._pulling: dict[tuple[str, int, str], asyncio.Lock] = {}
@@ -101,7 +104,14 @@ class JobStore:
             ServiceUnavailableError: also where too few replicas have the job. It may be in the queue all the same: the
                 caller cancels it, or submits it again.
         """
-        call = scripts.submit(envelope, lifetime or self._lifetime, limits or self._limits, self._replicas, attachment)
+        call = scripts.submit(
+            envelope,
+            lifetime or self._lifetime,
+            limits or self._limits,
+            self._replicas,
+            attachment,
+            self._usage_days,
+        )
         return scripts.parse_submit(await self._run(call), self._replicas)
 
     async def pull(self, pool: str, lane: int, owner: str, budget: PullBudget, lease: Lease) -> Pulled:

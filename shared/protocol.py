@@ -68,6 +68,8 @@ class Envelope(msgspec.Struct, kw_only=True):
         metadata: the client's own, echoed only.
         trace: W3C trace context.
         created_ms: submitter's clock, Unix milliseconds.
+        key: id of the API key, under which its usage counts; empty without one.
+        weight: of its tenant, beside others in the queue.
     """
 
     v: int = WIRE_VERSION
@@ -87,6 +89,8 @@ class Envelope(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] = {}
     trace: dict[str, str] = {}
     created_ms: int = 0
+    key: str = ""
+    weight: float = 1.0
 
     @property
     def sequences(self) -> int:

@@ -20,6 +20,7 @@ from shared import keys
 from shared.errors import ForeignDataError, OverloadedError, ProtocolError, ServiceUnavailableError
 from shared.jobs import (
     DeadLetter,
+    Ending,
     JobEntry,
     JobView,
     LaneLimits,
@@ -41,6 +42,8 @@ from shared.keys import CLASSES, JobId
 from shared.lora.files import IDENTITY_PATTERN
 from shared.protocol import Card, Envelope, ErrorInfo, Head, JobClass, JobStatus, decode, decode_error, encode
 
+#: Days that usage is kept, where nothing else is said.
+USAGE_DAYS: Final = 90
 #: Seconds after which it makes sense to submit again to a lane that is full.
 QUEUE_FULL_RETRY_S: Final = 1.0
 #: The same where replicas do not keep up.
@@ -145,10 +148,11 @@ def submit(
     limits: LaneLimits,
     wait: ReplicaWait | None = None,
     attachment: bytes = b"",
+    usage_days: int = USAGE_DAYS,
 ) -> Call:
     """Accept a job. With `wait`, the answer comes once so many replicas have it, or the time is up.
 
-    `attachment` is kept with the job for its submitter.
+    `attachment` is kept with the job for its submitter, what it used for `usage_days` behind the day of its end.
 
     Raises:
         ProtocolError: the envelope is too large, or its id, class or adapter's identity is malformed.
@@ -191,6 +195,9 @@ def submit(
             envelope.tenant,
             encode(Head.of(envelope)),
             attachment,
+            f"{envelope.key}|{envelope.adapter or envelope.model}",
+            usage_days,
+            f"{envelope.weight:g}",
         ],
     )
     return call if wait is None else replace(call, behind=("WAIT", wait.replicas, wait.timeout_ms))
@@ -282,12 +289,18 @@ def publish(item: Publish) -> Call:
     """Append frames to a job's log, and end it where `ending` is set."""
     job_id = parse_id(item.job_id)
     job_key, events, stats, _, outbox = _job_keys(job_id)
-    ending = () if item.ending is None else (item.ending.status, item.ending.result)
+    ending = () if item.ending is None else _ending(item.ending)
     return _call(
         "publish",
         [job_key, events, stats, outbox],
         [item.job_id, item.owner, item.epoch, item.first_seq, len(item.frames), *item.frames, *ending],
     )
+
+
+def _ending(ending: Ending) -> tuple[Any, ...]:
+    used = ending.usage
+    tokens = () if used is None else (used.prompt_tokens, used.cached_tokens, used.completion_tokens)
+    return ending.status, ending.result, *tokens
 
 
 def renew(owner: str, job: Owned) -> Call:

@@ -225,7 +225,7 @@ class Outbox:
             error=error,
         )
         self._frames.append(encode(frame))
-        self.ending = Ending(status, result)
+        self.ending = Ending(status, result, usage)
 
     def _encode_result(
         self, status: JobStatus, usage: Usage, timings: Timings, error: ErrorInfo | None

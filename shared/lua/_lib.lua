@@ -49,12 +49,24 @@ end
 
 local IS_CLASS = { high = true, normal = true, batch = true }
 
+-- A tenant's share of the queue; 1 where nothing, or nonsense, is said.
+local function weight_of(text)
+  local weight = tonumber(text or 1) or 1
+  return weight >= 0.01 and weight <= 100 and weight or 1
+end
+
+-- Days that usage is kept.
+local function days_of(text)
+  local days = tonumber(text or 0) or 0
+  return days >= 0 and days <= 3650 and days or 0
+end
+
 -- The job's fields as a table, without envelope and result; nil if there is no such job, or something else in its place.
 local function read_job(id)
   local key = PREFIX .. 'job:' .. id
   local v = redis.pcall('HMGET', key, 'status', 'owner', 'epoch', 'attempts', 'stream', 'entry', 'cancel', 'class',
     'bucket', 'cost', 'seqs', 'prompt', 'seq', 'callback', 'deaths', 'alone_deaths', 'alone', 'deadline_ms',
-    'expires_ms', 'retention_ms', 'submitted_us', 'adapter', 'due_us', 'tenant')
+    'expires_ms', 'retention_ms', 'submitted_us', 'adapter', 'due_us', 'tenant', 'weight', 'account', 'usage_days')
   if v.err or not (v[1] and v[5] and v[6] and IS_CLASS[v[8]] and tonumber(v[9]) and tonumber(v[19] or v[18])) then
     return nil
   end
@@ -64,7 +76,8 @@ local function read_job(id)
     seqs = tonumber(v[11]) or 1, prompt = tonumber(v[12]) or 0, seq = tonumber(v[13]) or 0, callback = v[14] == '1',
     deaths = tonumber(v[15]) or 0, alone_deaths = tonumber(v[16]) or 0, alone = v[17] == '1',
     deadline_ms = tonumber(v[18]) or 0, expires_ms = v[19] or v[18], retention_ms = v[20] or '0',
-    adapter = v[22] or nil, tenant = v[24] or nil,
+    adapter = v[22] or nil, tenant = v[24] or nil, weight = weight_of(v[25]), account = v[26] or nil,
+    usage_days = days_of(v[27]),
     -- Since when it waits for a worker: of a job that was delayed, since its time came.
     waiting_us = tonumber(v[23] or v[21]) or 0,
   }
@@ -98,8 +111,29 @@ local function unindex_job(id, tenant)
   redis.pcall('ZREM', PREFIX .. 'expiring', string.sub(id, -32) .. ':' .. tenant)
 end
 
--- The end of a job that is delayed, queued or running: entry, counters, result, expiry, outbox.
-local function close(job, status, result)
+local DAY_MS = 24 * 3600 * 1000
+
+-- Count what a job has used, by its tenant, key, model and day. In the step that ends it, which is one: so once, whoever
+-- dies. `used` are prompt, cached and completion tokens.
+local function add_usage(job, now_ms, used)
+  if not (job.account and job.tenant) then
+    return
+  end
+  local day = math.floor(now_ms / DAY_MS)
+  local tenants = PREFIX .. 'usage:' .. int(day)
+  local usage, expires_ms = tenants .. ':' .. job.tenant, int((day + 1 + job.usage_days) * DAY_MS)
+  -- pcall: what somebody else wrote there must not keep a job from ending.
+  redis.pcall('SADD', tenants, job.tenant)
+  redis.pcall('HINCRBY', usage, job.account .. '|requests', 1)
+  for i, field in ipairs({ '|prompt', '|cached', '|completion' }) do
+    redis.pcall('HINCRBY', usage, job.account .. field, int(math.max(0, tonumber(used[i]) or 0)))
+  end
+  keep_until(tenants, expires_ms)
+  keep_until(usage, expires_ms)
+end
+
+-- The end of a job that is delayed, queued or running: entry, counters, result, usage, expiry, outbox.
+local function close(job, status, result, used)
   if job.status == 'delayed' then
     redis.pcall('ZREM', PREFIX .. 'delayed', job.id)
   else
@@ -116,6 +150,7 @@ local function close(job, status, result)
   if job.tenant then
     index_job(job.id, job.tenant, int(math.floor(now / 1000) + job.retention_ms))
   end
+  add_usage(job, math.floor(now / 1000), used)
   if job.callback then
     redis.call('XADD', PREFIX .. 'outbox', '*', 'id', job.id, 'status', status)
   end
@@ -183,7 +218,8 @@ local function end_here(job, status, failure)
   end
   redis.call('PUBLISH', log, frame)
   redis.call('HSET', job.key, 'seq', seq, 'epoch', epoch, 'owner', '')
-  close(job, status, result)
+  -- Of a prompt that no worker has begun, nothing was computed.
+  close(job, status, result, { job.seq > 0 and job.prompt or 0, 0, tokens })
 end
 
 -- Keep a job that is given up for an operator, envelope and all, and end it with an error.

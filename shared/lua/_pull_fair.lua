@@ -4,6 +4,11 @@ local function stream_of(level, bucket)
   return KEYS[4 + (level - 1) * BUCKETS + bucket]
 end
 
+-- What a job takes of its bucket's turns: less, the more its tenant weighs.
+local function charge_of(job)
+  return math.ceil(job.cost / job.weight)
+end
+
 local function head_of(level, bucket)
   return head(stream_of(level, bucket), CLASSES[level], tostring(bucket))
 end
@@ -51,7 +56,7 @@ local function skip_turns(level, turns, stuck)
   for bucket = 0, BUCKETS - 1 do
     local job = turns.open[bucket] and not stuck[bucket] and head_of(level, bucket)
     if job then
-      local need = math.ceil((job.cost - turns.deficit[bucket]) / QUANTUM)
+      local need = math.ceil((charge_of(job) - turns.deficit[bucket]) / QUANTUM)
       least = math.min(least or need, need)
     end
   end
@@ -70,10 +75,10 @@ end
 local function serve_bucket(level, bucket, turns, stuck, most)
   local stream, taken = stream_of(level, bucket), 0
   local job = head_of(level, bucket)
-  if job and not stuck[bucket] and turns.deficit[bucket] < job.cost then
+  if job and not stuck[bucket] and turns.deficit[bucket] < charge_of(job) then
     turns.deficit[bucket] = turns.deficit[bucket] + QUANTUM
   end
-  while job and not stuck[bucket] and job.cost <= turns.deficit[bucket] do
+  while job and not stuck[bucket] and charge_of(job) <= turns.deficit[bucket] do
     if taken >= most or sequences[level] <= 0 or tokens[level] <= 0 then
       return 'spent'
     end
@@ -89,7 +94,7 @@ local function serve_bucket(level, bucket, turns, stuck, most)
       end
     else
       take(stream, job, false)
-      turns.deficit[bucket] = turns.deficit[bucket] - job.cost
+      turns.deficit[bucket] = turns.deficit[bucket] - charge_of(job)
       taken = taken + 1
       job = head_of(level, bucket)
     end

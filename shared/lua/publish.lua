@@ -4,9 +4,17 @@
 --
 -- KEYS  1 job hash  2 log and channel  3 stats  4 outbox
 -- ARGV  1 id  2 owner  3 epoch  4 sequence number of the first frame  5 number of frames  6... frames,
---       then for the last frame of a job: final status, result
+--       then for the last frame of a job: final status, result, and its prompt, cached and completion tokens (without
+--       them, those of the result)
 -- Answers 0 fine, 1 fine and somebody asked for the job's end, 2 fenced: nothing written.
 local SENT_BYTES = 65536
+
+local function used_in(result)
+  local read, value = pcall(cmsgpack.unpack, result)
+  local usage = read and type(value) == 'table' and type(value.usage) == 'table' and value.usage or {}
+  return { usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens }
+end
+
 local key, log = KEYS[1], KEYS[2]
 local first, frames = tonumber(ARGV[4]), tonumber(ARGV[5])
 local status, result = ARGV[6 + frames], ARGV[7 + frames]
@@ -39,7 +47,8 @@ if appended > 0 then
   redis.call('PEXPIREAT', log, held[6], 'NX')
 end
 if status then
-  close(read_job(ARGV[1]), status, result)
+  local n = 8 + frames
+  close(read_job(ARGV[1]), status, result, ARGV[n] and { ARGV[n], ARGV[n + 1], ARGV[n + 2] } or used_in(result))
   return 0
 end
 return held[5] == '1' and 1 or 0

@@ -8,6 +8,8 @@
 --       11 most queued jobs, 12 most queued tokens of the lane (-1: no limit)
 --       13 1 if a webhook is owed  14 wake channel  15 lane number  16 identity of the adapter, or empty
 --       17 ms until it may start (0: now)  18 tenant  19 what lists show of it  20 the submitter's own, kept with it
+--       21 `<key>|<model>` under which its usage counts, or empty  22 days that usage is kept  23 weight of its tenant; these
+--       three may be left out
 -- Answers {code, queued jobs, queued tokens}, delayed ones among them; code 0 accepted, 1 known already, 2 a limit is
 -- reached: nothing written.
 local key, stream, stats = KEYS[1], KEYS[2], KEYS[3]
@@ -71,6 +73,12 @@ redis.call('HSET', key, 'env', ARGV[2], 'status', status, 'owner', '', 'epoch', 
   unpack(pinned))
 if ARGV[20] ~= '' then
   redis.call('HSET', key, 'attachment', ARGV[20])
+end
+if (ARGV[21] or '') ~= '' then
+  redis.call('HSET', key, 'account', ARGV[21], 'usage_days', ARGV[22] or '0')
+end
+if (ARGV[23] or '1') ~= '1' then
+  redis.call('HSET', key, 'weight', ARGV[23])
 end
 redis.call('PEXPIREAT', key, expires_ms)
 local first = redis.call('EXISTS', stats) == 0

@@ -126,6 +126,24 @@ async def test_buckets_share_by_tokens_not_by_jobs(store: JobStore) -> None:
     assert max(served.values()) / min(served.values()) < 1.25, served
 
 
+async def test_a_tenants_weight_is_its_share_of_the_tokens(store: JobStore) -> None:
+    heavy, light = tenants_of_different_buckets(2)
+    await submit_all(store, [envelope(tenant=heavy, prompt=194, weight=4.0) for _ in range(300)])
+    await submit_all(store, [envelope(tenant=light, prompt=194) for _ in range(300)])
+    served = {heavy: 0, light: 0}
+    for _ in range(100):
+        for job in (await store.pull(POOL, 0, "w", budget(sequences=2), KEEP)).jobs:
+            served[job.envelope.tenant] += 1
+    assert 3.2 < served[heavy] / served[light] < 4.8, served
+
+
+@pytest.mark.parametrize("weight", [b"0", b"-1", b"nan", b"1e300", b"much", b""])
+async def test_a_weight_that_is_none_is_one(store: JobStore, client: Any, weight: bytes) -> None:
+    (job,) = await submit_all(store, [envelope(prompt=5000)])
+    await client.hset(keys.job(JobId.parse(job)), "weight", weight)
+    assert ids(await store.pull(POOL, 0, "w", budget(), KEEP)) == [job]
+
+
 async def test_costs_far_above_the_quantum_are_served(store: JobStore) -> None:
     jobs = await submit_all(store, [envelope(tenant=t, prompt=50_000) for t in tenants_of_different_buckets(3)])
     assert sorted(ids(await store.pull(POOL, 0, "w", budget(), KEEP))) == sorted(jobs)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from redis.crc import key_slot
 
-from shared import adapter_calls, keys, scripts
+from shared import access, adapter_calls, keys, scripts
 from shared.adapter_record import AdapterRecord
 from shared.batch_record import Progress
 from shared.batches import advance_call, change_call
@@ -51,6 +51,7 @@ CALLS = {
     "bury": scripts.bury("o", OWNED, ProtocolError("x")),
     "forget": scripts.forget("p", 3, "o"),
     "forget_dead": scripts.forget_dead("p", 3, ["o"]),
+    "record_write": access.write_call("keys", [("id", b"", b"{}")]),
     "join": scripts.join("p", "a", b"c", b"t", ""),
     "heartbeat": scripts.heartbeat("p", "o", b"i", 1000),
     "sweep": scripts.sweep("p", 3, keys.queue("p", 3, "high", 2), "-", 10, 1000),
@@ -77,7 +78,7 @@ def test_the_header_comes_first_and_has_the_flags(name: str) -> None:
     text = scripts.load(name).text
     first, second = text.split("\n", 2)[:2]
     frees = {"publish", "cancel", "release", "renew", "pull", "bury", "sweep", "recount", "restore", "leave"}
-    frees |= {"forget", "forget_dead", "delete", "due"}
+    frees |= {"forget", "forget_dead", "delete", "due", "record_write"}
     assert first == ("#!lua flags=allow-oom" if name in frees else "#!lua")
     assert second.startswith("-- Put in front of every script")
     assert not re.search(r"'(KEYS|SCAN|FLUSH\w*|EVAL)'", text)
