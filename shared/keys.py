@@ -211,6 +211,22 @@ def idempotency(tenant: str, digest: str) -> str:
     return f"rw:{{{tenant}}}:idem:{digest}"
 
 
+def access(what: str) -> str:
+    """Who may ask: `keys` and `tenants` (hashes: records in JSON by id and by name), and the channel `ctl` on which
+    gateways hear of changes."""
+    return f"rw:{{access}}:{what}"
+
+
+def usage(pool: str, lane: int, day: int, tenant: str) -> str:
+    """Hash: what a tenant's jobs of a lane that ended on a day, in days since 1970, have used."""
+    return f"{usage_tenants(pool, lane, day)}:{tenant}"
+
+
+def usage_tenants(pool: str, lane: int, day: int) -> str:
+    """Set: tenants of which jobs ended in a lane on a day."""
+    return f"{lane_tag(pool, lane)}:usage:{day}"
+
+
 def token_secret() -> str:
     """String: what gateways sign stream tokens with, where no setting says it."""
     return "rw:token_secret"
@@ -228,22 +244,6 @@ def bucket_of(tenant: str) -> int:
 
 def lane_of(lanes: int, *, adapter: str | None, prompt_cache_key: str | None, token_ids: Sequence[int]) -> int:
     """A job's lane: its affinity. Adapter and cache key decide; else the prompt's first tokens; else chance."""
-def access(what: str) -> str:
-    """Who may ask: `keys` and `tenants` (hashes: records in JSON by id and by name), and the channel `ctl` on which
-    gateways hear of changes."""
-    return f"rw:{{access}}:{what}"
-
-
-def usage(pool: str, lane: int, day: int, tenant: str) -> str:
-    """Hash: what a tenant's jobs of a lane that ended on a day, in days since 1970, have used."""
-    return f"{usage_tenants(pool, lane, day)}:{tenant}"
-
-
-def usage_tenants(pool: str, lane: int, day: int) -> str:
-    """Set: tenants of which jobs ended in a lane on a day."""
-    return f"{lane_tag(pool, lane)}:usage:{day}"
-
-
     if adapter is not None or prompt_cache_key is not None:
         return _hash(repr((adapter, prompt_cache_key)).encode()) % lanes
     if len(token_ids) >= AFFINITY_TOKENS:
