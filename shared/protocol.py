@@ -282,11 +282,11 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
         adapters_in_memory: of those in memory, on the device or not.
         adapters_loading: of those that are being read.
         adapters_failed: why others could not be read, by identity, lately.
+        adapters_failed_ms: since when, Unix ms of Redis's clock.
         max_loras: slots on the device; 0: no adapters.
     """
 
     v: int = WIRE_VERSION
-        adapters_failed_ms: since when, Unix ms of Redis's clock.
     owner: str
     state: Literal["starting", "ready", "draining"] = "ready"
     version: str = ""
@@ -301,11 +301,11 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     adapters_in_memory: list[str] = []
     adapters_loading: list[str] = []
     adapters_failed: dict[str, str] = {}
+    adapters_failed_ms: dict[str, int] = {}
     max_loras: int = 0
 
 
 class Head(msgspec.Struct, kw_only=True, omit_defaults=True):
-    adapters_failed_ms: dict[str, int] = {}
     """What lists show of a job beside its state, so that nobody has to read its envelope: see there."""
 
     v: int = WIRE_VERSION

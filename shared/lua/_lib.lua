@@ -132,6 +132,17 @@ local function add_usage(job, now_ms, used)
   keep_until(usage, expires_ms)
 end
 
+-- How long a job that has ended is kept at least until somebody has taken its webhook over.
+local OWED_MS = 24 * 3600 * 1000
+
+-- Enter an ended job that owes a webhook into the outbox; answers when the job expires, unless it is taken over before.
+local function owe(job, status, now_ms)
+  local outbox, expires_ms = PREFIX .. 'outbox', now_ms + math.max(tonumber(job.retention_ms), OWED_MS)
+  redis.call('HSET', job.key, 'owed', redis.call('XADD', outbox, '*', 'id', job.id, 'status', status))
+  keep_until(outbox, int(expires_ms))
+  return expires_ms
+end
+
 -- The end of a job that is delayed, queued or running: entry, counters, result, usage, expiry, outbox.
 local function close(job, status, result, used)
   if job.status == 'delayed' then
@@ -145,18 +156,14 @@ local function close(job, status, result, used)
   redis.call('HINCRBY', PREFIX .. 'stats', 'ended_tokens', int(job.cost))
   local now = now_us()
   redis.call('HSET', job.key, 'status', status, 'result', result, 'finished_us', int(now))
-  local expires_ms = math.floor(now / 1000) + job.retention_ms
+  redis.call('PEXPIRE', job.key, job.retention_ms)
   redis.call('PEXPIRE', PREFIX .. 'ev:' .. job.id, job.retention_ms)
-  if job.callback then
-    redis.call('XADD', PREFIX .. 'outbox', '*', 'id', job.id, 'status', status)
-  end
-  redis.call('PEXPIREAT', job.key, int(expires_ms))
   if job.tenant then
-    index_job(job.id, job.tenant, int(expires_ms))
+    index_job(job.id, job.tenant, int(math.floor(now / 1000) + job.retention_ms))
   end
   add_usage(job, math.floor(now / 1000), used)
   if job.callback then
-    owe(job, status, math.floor(now / 1000))
+    redis.call('XADD', PREFIX .. 'outbox', '*', 'id', job.id, 'status', status)
   end
 end
 
