@@ -77,7 +77,7 @@ ENVELOPE = st.builds(
     prompt_token_ids=TOKENS, sampling=SAMPLING,
     kind=st.sampled_from(["chat", "completion"]), job_class=st.sampled_from(["high", "normal", "batch"]),
     cache_salt=OPTIONAL_TEXT, flush_ms=COUNT, callback_url=OPTIONAL_TEXT, request_id=OPTIONAL_TEXT, metadata=MAPPING,
-    trace=MAPPING, created_ms=COUNT,
+    trace=MAPPING, created_ms=COUNT, key=TEXT, weight=FINITE,
 )  # fmt: skip
 ERROR = st.builds(
     ErrorInfo, message=TEXT, type=TEXT, code=OPTIONAL_TEXT, param=OPTIONAL_TEXT, status=st.integers(400, 599)
