@@ -182,7 +182,7 @@ class AdapterDesk:
             if held.pending.version != version:
                 raise AdapterError("another load of this name has taken the place of this one")
             if time.monotonic() >= until:
-                why = "it goes on" if await self._adapters.any_tasks() else _no_tasks()
+                why = _no_tasks() if not await self._adapters.any_tasks() else _trying(held.pending) or "it goes on"
                 raise ServiceUnavailableError(f"the load of '{record.name}' has not ended yet: {why}", retry_after=10.0)
             await asyncio.sleep(min(pause, max(0.0, until - time.monotonic())))
             pause = min(pause * 1.5, _LONGEST_LOOK_S)
@@ -264,7 +264,7 @@ def _view(record: AdapterRecord, pool: _PoolState, sources: bool) -> AdapterView
     state: State
     error = record.error
     if record.pending is not None:
-        state = "loading"
+        state, error = "loading", _trying(record.pending) or error
     elif identity is None:
         state = "failed"
     elif resident:
@@ -277,6 +277,11 @@ def _view(record: AdapterRecord, pool: _PoolState, sources: bool) -> AdapterView
         state = "registered"
     fields: dict[str, Any] = _fields(record, pool, sources)
     return AdapterView(**fields, state=state, error=error, workers=resident)
+
+
+def _trying(pending: PendingLoad) -> str | None:
+    """Why a load has not ended at the first try."""
+    return None if pending.error is None else f"{pending.error}; it is tried again"
 
 
 def _failures(record: AdapterRecord, workers: Sequence[WorkerInfo]) -> list[str]:

@@ -68,10 +68,7 @@ def load_adapter(
     """Load an adapter, so that requests may name it as their model."""
     folder = Path(source).expanduser()
     local = not on_server and folder.is_dir()
-    if not local and not on_server and (source.startswith(("/", ".", "~")) or source.count("/") != 1):
-        fail(f"{source} is no folder here, and no repository of the hub (owner/name)")
-    if not local and not on_server:
-        err.print(f"ropeway: there is no folder {source} here; the hub is asked", markup=False, soft_wrap=True)
+    before = "" if local or on_server else _of_the_hub(source)
     adapter = _run(
         url,
         api_key,
@@ -83,6 +80,7 @@ def load_adapter(
             pin=pin,
             wait_s=600.0 if wait else 0.0,
         ),
+        before,
     )
     if as_json:
         _print(adapter.data)
@@ -119,13 +117,30 @@ def _show(found: Sequence[Adapter]) -> None:
     out.print(table)
 
 
-def _run(url: str, api_key: str | None, call: Callable[[Client], T]) -> T:
-    """What a call answers; what the gateway refuses ends the command in one line."""
+def _of_the_hub(source: str) -> str:
+    """Say that the hub is asked, since there is no such folder here; what a refusal then begins with.
+
+    What is more likely a mistyped folder ends the command: a hub that is away is asked for minutes.
+    """
+    parent = source.partition("/")[0]
+    if source.startswith(("/", ".", "~")) or source.count("/") != 1:
+        fail(f"{source} is no folder here, and no repository of the hub (owner/name)")
+    if Path(parent).is_dir():
+        fail(f"there is a folder {parent} here, but none {source}; of the hub it would be hf:{source}")
+    if source.startswith("hf:"):
+        return ""
+    err.print(f"ropeway: there is no folder {source} here; the hub is asked", markup=False, soft_wrap=True)
+    return f"{source} is no folder here, and not to be had from the hub: "
+
+
+def _run(url: str, api_key: str | None, call: Callable[[Client], T], before: str = "") -> T:
+    """What a call answers; what the gateway refuses ends the command in one line; that of a source behind `before`."""
     try:
         with Client(url, api_key=api_key) as client:
             return call(client)
     except APIError as error:
-        fail(f"{error} (--replace)" if error.code == "adapter_loaded" else str(error))
+        hint = " (--replace)" if error.code == "adapter_loaded" else ""
+        fail(f"{before if 'lora_path:' in error.message else ''}{error}{hint}")
     except OSError as error:
         fail(f"{error.filename}: {error.strerror}")
     except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:

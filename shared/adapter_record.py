@@ -22,6 +22,7 @@ class PendingLoad(msgspec.Struct, kw_only=True, frozen=True):
         pinned: whether workers are to keep it in memory.
         since_ms: when it was asked for, by Redis's clock.
         starts: how often it was begun anew because whoever was at it died.
+        error: why the last try has failed, where it is tried again.
     """
 
     version: int
@@ -29,6 +30,7 @@ class PendingLoad(msgspec.Struct, kw_only=True, frozen=True):
     pinned: bool = False
     since_ms: int = 0
     starts: int = 0
+    error: str | None = None
 
 
 class Content(msgspec.Struct, kw_only=True, frozen=True):

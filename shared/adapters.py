@@ -164,6 +164,17 @@ class Adapters(JobStore):
         await self._change(name, change)
         return done
 
+    async def put_off(self, name: str, version: int, error: str) -> None:
+        """Note why a try of a load has failed that is tried again later."""
+
+        def change(held: AdapterRecord | None) -> AdapterRecord | None:
+            if held is None or held.pending is None or held.pending.version != version:
+                return held
+            pending = msgspec.structs.replace(held.pending, error=error[:_ERROR_CHARACTERS])
+            return msgspec.structs.replace(held, pending=pending)
+
+        await self._change(name, change)
+
     async def fail(self, name: str, version: int, error: str) -> bool:
         """Note why a load has failed. False: it has been overtaken, or the name unloaded."""
         done = False

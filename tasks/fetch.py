@@ -15,7 +15,7 @@ from typing import IO, Final
 import structlog
 
 from shared.adapter_store import AdapterStore
-from shared.errors import AdapterError, ServiceUnavailableError
+from shared.errors import AdapterError, RopewayError, ServiceUnavailableError
 from shared.lora.files import FILES, WEIGHTS_FILE, weights_file
 from shared.lora.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES
 from shared.lora.source import Source
@@ -25,6 +25,10 @@ _log = structlog.stdlib.get_logger("tasks.fetch")
 _PIECE: Final = 4 * 1024 * 1024
 #: Seconds that the hub may take to say what it has.
 _HUB_TIMEOUT_S: Final = 30.0
+#: Refusals of the hub that may pass, of those that are the asker's fault: too slow, too early, too often.
+_PASSING: Final = frozenset({408, 425, 429})
+#: What a disk says that is full or must not be written to.
+_DISK: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO})
 
 
 class SourceUnavailableError(ServiceUnavailableError):
@@ -83,7 +87,7 @@ def fetch_hub(repo: str, revision: str | None, scratch: Path, target: Path, max_
 
     Raises:
         AdapterError: there is no such repository, revision or file, or it is too large or not open to this process.
-        SourceUnavailableError: the hub is away.
+        SourceUnavailableError: the hub is away, or asks to be asked later.
     """
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub import errors as hub
@@ -102,15 +106,21 @@ def fetch_hub(repo: str, revision: str | None, scratch: Path, target: Path, max_
     except hub.GatedRepoError:
         raise AdapterError("lora_path: this repository asks for a token that may read it (HF_TOKEN)") from None
     except hub.RepositoryNotFoundError:
-        raise AdapterError("lora_path: the hub has no such repository, or it is private") from None
+        raise _no_repository() from None
     except hub.RevisionNotFoundError:
         raise AdapterError("lora_path: the repository has no such revision") from None
     except hub.RemoteEntryNotFoundError:
         raise AdapterError("lora_path: the repository has no such file") from None
     except hub.HFValidationError:
         raise AdapterError("lora_path: this is no name of a repository") from None
+    except hub.OfflineModeIsEnabled:
+        raise AdapterError("lora_path: this process is not to ask the hub (HF_HUB_OFFLINE)") from None
+    except hub.HfHubHTTPError as error:
+        raise _refused(error.response.status_code) from None
     except (OSError, hub.HTTPError) as error:
         _log.warning("hub failed", error=type(error).__name__, exc_info=True)
+        if isinstance(error, OSError) and error.errno in _DISK:
+            raise SourceUnavailableError(f"the adapter's files cannot be kept: {error.strerror}") from None
         raise SourceUnavailableError(f"lora_path: the hub is not available: {type(error).__name__}") from None
 
 
@@ -125,6 +135,19 @@ def fetch(source: Source, store: AdapterStore, roots: Sequence[Path], work: Path
     else:
         return fetch_hub(source.where, source.revision, work / "hub", target, max_bytes)
     return None
+
+
+def _refused(status: int) -> RopewayError:
+    """What is said of an answer of the hub that its library has no word for. Only what may pass is tried again."""
+    if status == 404:
+        return _no_repository()
+    if 400 <= status < 500 and status not in _PASSING:
+        return AdapterError(f"lora_path: the hub refuses this repository with status {status}")
+    return SourceUnavailableError(f"lora_path: the hub is not available: it answers {status}")
+
+
+def _no_repository() -> AdapterError:
+    return AdapterError("lora_path: the hub has no such repository, or it is private (a folder is written from / on)")
 
 
 def _check_listing(sizes: dict[str, int | None], max_bytes: int) -> None:

@@ -72,6 +72,7 @@ async def load(
     except ServiceUnavailableError as error:
         _log.warning("load failed for now", adapter=name, version=version, error=error.message, last=last)
         if not last:
+            await _put_off(adapters, name, version, error.message)
             raise TryAgainError(error.message) from None
         await _failed(adapters, name, version, error.message)
     except RopewayError as error:
@@ -148,6 +149,14 @@ async def _failed(adapters: Adapters, name: str, version: int, why: str) -> None
         await adapters.fail(name, version, why)
     except ServiceUnavailableError as error:
         raise TryAgainError(error.message) from None
+
+
+async def _put_off(adapters: Adapters, name: str, version: int, why: str) -> None:
+    """Say why the load takes longer. It may be Redis that is away, which then nobody can be told."""
+    try:
+        await adapters.put_off(name, version, why)
+    except RopewayError as error:
+        _log.warning("cannot note why a load is tried again", adapter=name, error=error.message)
 
 
 async def _drop_upload(store: AdapterStore, pending: PendingLoad) -> None:

@@ -129,9 +129,14 @@ async def test_a_hub_that_is_away_is_asked_again(
 ) -> None:
     source = write_adapter(tmp_path / "source")
     hub.repos["org/sql"] = {path.name: path.read_bytes() for path in source.iterdir()}
-    hub.away = 1
+    hub.away = 1_000_000
     with env(HF_ENDPOINT=hub.url), tasks(valkey_url, tmp_path):
         await ask(adapters, valkey_url, "org/sql")
+        async with asyncio.timeout(60):
+            while (record := await adapters.find("x")) is None or record.pending is None or not record.pending.error:
+                await asyncio.sleep(0.05)
+        assert record.pending.error == "lora_path: the hub is not available: it answers 503"
+        hub.away = 0
         record = await ended(adapters)
     assert record.error is None and record.content is not None
 

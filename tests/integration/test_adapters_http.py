@@ -14,6 +14,8 @@ import httpx
 import numpy as np
 import pytest
 
+from shared.adapter_record import PendingLoad
+from shared.errors import ServiceUnavailableError
 from shared.protocol import WorkerInfo
 from tests.integration.gateway_harness import Gateway, chat, completion, running, serve
 from tests.support.adapter_tasks import TARGETS, A, B, tasks, write_adapter, write_tensors
@@ -398,6 +400,20 @@ async def test_states_come_from_workers(gateway: Gateway, folder: Path) -> None:
         shown = (await gateway.http.get("/v1/adapters/sql")).json()
         assert shown["state"] == state
         assert shown["error"] == ("the disk is gone" if state == "failed" else None)
+
+
+async def test_a_load_that_is_tried_again_says_why(gateway: Gateway) -> None:
+    adapters = gateway.services.adapters._adapters
+    record, _ = await adapters.begin("sql", MODEL, PendingLoad(version=0, source="hf:org/sql"), replace=False)
+    await adapters.loading("sql", 1, 600)  # somebody is at it, for all that the tasks process knows
+    await adapters.put_off("sql", 1, "lora_path: the hub is not available")
+    await adapters.put_off("sql", 2, "another load's")
+    shown = (await gateway.http.get("/v1/adapters/sql")).json()
+    assert shown["state"] == "loading"
+    assert shown["error"] == "lora_path: the hub is not available; it is tried again"
+    with pytest.raises(ServiceUnavailableError, match="has not ended yet: lora_path: the hub is not available; it is"):
+        await gateway.services.adapters.wait(record, 0)
+    await adapters.remove("sql")
 
 
 async def test_a_reload_is_not_blamed_for_what_a_worker_could_not_read_before(gateway: Gateway, folder: Path) -> None:

@@ -18,12 +18,14 @@ class FakeHub:
 
     Attributes:
         away: answers 503 to so many requests.
+        refuses: by `owner/name` a status without any word about why.
         asked: paths of all requests.
     """
 
     def __init__(self) -> None:
         self.repos: dict[str, dict[str, bytes]] = {}
         self.away = 0
+        self.refuses: dict[str, int] = {}
         self.asked: list[str] = []
         hub = self
 
@@ -66,6 +68,8 @@ class FakeHub:
         return self._send(request, 200, data, {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT}, body)
 
     def _info(self, request: Any, repo: str, revision: str, body: bool) -> None:
+        if repo in self.refuses:
+            return self._send(request, self.refuses[repo], b"", {}, body)
         if repo not in self.repos:
             return self._send(request, 404, b"", {"X-Error-Code": "RepoNotFound"}, body)
         if revision not in ("", "main", "v1", COMMIT):

@@ -386,3 +386,28 @@ def test_options_of_a_job_stand_beside_its_body(monkeypatch: pytest.MonkeyPatch)
         {"kind": "chat", "class": "batch", "delay_s": 5, "deadline_s": 60, "body": chat},
         {"kind": "completion", "class": "high", "delay_s": 0, "body": {"prompt": "hi", "model": "m"}},
     ]
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "words"),
+    [
+        ("adapters/sqll", 1, ["there is a folder adapters here, but none adapters/sqll", "hf:adapters/sqll"]),
+        ("./sqll", 1, ["./sqll is no folder here"]),
+        ("sqll", 1, ["sqll is no folder here"]),
+        ("org/sqll", 1, ["org/sqll is no folder here, and not to be had from the hub: lora_path: no such repository"]),
+        ("hf:org/sqll", 1, ["ropeway: lora_path: no such repository"]),
+    ],
+)
+def test_a_mistyped_folder_is_said_to_be_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str, code: int, words: list[str]
+) -> None:
+    def refuse(_: httpx.Request) -> httpx.Response:
+        error = {"message": "lora_path: no such repository", "code": "invalid_adapter", "param": None}
+        return httpx.Response(400, json={"error": error})
+
+    (tmp_path / "adapters").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ropeway.adapters.Client", functools.partial(Client, transport=httpx.MockTransport(refuse)))
+    done = run("adapters", "load", "x", source)
+    assert done.exit_code == code
+    assert all(word in done.stderr.splitlines()[-1] for word in words), done.stderr

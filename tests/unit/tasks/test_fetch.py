@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
+from huggingface_hub import HfApi, constants
 
 from shared.errors import AdapterError, InvalidRequestError
 from shared.lora.source import Source, parse_source, upload_source
-from tasks.fetch import fetch_folder
+from tasks.fetch import SourceUnavailableError, fetch_folder, fetch_hub
+from tests.support.fake_hub import fake_hub
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -93,6 +96,46 @@ def test_links_in_a_circle_and_absent_files(roots: list[Path], target: Path) -> 
     (roots[0] / "a" / CONFIG).unlink()
     with pytest.raises(AdapterError, match=f"{CONFIG}: there is no such file"):
         fetch_folder(str(roots[0] / "a"), roots, target, 10)
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "named"),
+    [
+        (400, AdapterError, "status 400"),
+        (403, AdapterError, "status 403"),
+        (404, AdapterError, "no such repository"),
+        (410, AdapterError, "status 410"),
+        (429, SourceUnavailableError, "not available: it answers 429"),
+        (500, SourceUnavailableError, "not available: it answers 500"),
+        (503, SourceUnavailableError, "not available: it answers 503"),
+        (None, SourceUnavailableError, "not available: ConnectError"),
+    ],
+)
+def test_only_what_may_pass_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, target: Path, status: int | None, error: type[Exception], named: str
+) -> None:
+    """A status without a word of the hub's own, as mirrors and proxies answer it; None: nobody listens."""
+    with fake_hub() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url if status else "http://127.0.0.1:9")
+        hub.refuses["org/sql"] = status or 0
+        with pytest.raises(error, match=named):
+            fetch_hub("org/sql", None, target, target, 10)
+        assert sum("/models/" in path for path in hub.asked) == (status is not None)
+
+
+def test_a_hub_that_must_not_be_asked_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(AdapterError, match="HF_HUB_OFFLINE"):
+        fetch_hub("org/sql", None, target, target, 10)
+
+
+def test_a_full_disk_is_not_the_hub_s_fault(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(HfApi, "model_info", full)
+    with pytest.raises(SourceUnavailableError, match="cannot be kept: No space left"):
+        fetch_hub("org/sql", None, target, target, 10)
 
 
 @pytest.mark.parametrize(
