@@ -108,6 +108,23 @@ def outbox(pool: str, lane: int) -> str:
     return f"{lane_tag(pool, lane)}:outbox"
 
 
+def webhook(job_id: JobId) -> str:
+    """Hash: how far the delivery of a job's webhook is."""
+    return f"{lane_tag(job_id.pool, job_id.lane)}:hook:{job_id}"
+
+
+def webhooks(pool: str, lane: int, what: str) -> str:
+    """Sorted sets of ids of jobs: `due` by when their webhook is tried next, `owed` (not delivered yet) by the end of
+    the job, `undelivered` (given up) by when that was; all in milliseconds.
+    """
+    return f"{lane_tag(pool, lane)}:hooks:{what}"
+
+
+def webhook_state(what: str) -> str:
+    """Of all pools: `counts` (hash: deliveries and attempts by outcome), `secrets` (hash: what signs, by tenant)."""
+    return f"rw:{{webhooks}}:{what}"
+
+
 def delayed(pool: str, lane: int) -> str:
     """Sorted set of jobs whose time has not come, by that time in milliseconds."""
     return f"{lane_tag(pool, lane)}:delayed"

@@ -314,6 +314,7 @@ class Head(msgspec.Struct, kw_only=True, omit_defaults=True):
     kind: Literal["chat", "completion"] = "completion"
     request_id: str | None = None
     metadata: dict[str, str] = {}
+    callback_url: str | None = None
 
     @classmethod
     def of(cls, envelope: Envelope) -> Head:
@@ -324,6 +325,7 @@ class Head(msgspec.Struct, kw_only=True, omit_defaults=True):
             kind=envelope.kind,
             request_id=envelope.request_id,
             metadata=envelope.metadata,
+            callback_url=envelope.callback_url,
         )
 
 

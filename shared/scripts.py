@@ -336,7 +336,8 @@ def cancel(job_id: JobId) -> Call:
 def delete(job_id: JobId) -> Call:
     """Remove a job that does not run."""
     job_key, events, stats, dead, outbox = _job_keys(job_id)
-    return _call("delete", [job_key, events, stats, outbox, dead], [str(job_id)])
+    webhook, undelivered = keys.webhook(job_id), keys.webhooks(job_id.pool, job_id.lane, "undelivered")
+    return _call("delete", [job_key, events, stats, outbox, dead, webhook, undelivered], [str(job_id)])
 
 
 def due(pool: str, lane: int, count: int) -> Call:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr
+from pydantic import AfterValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from shared.address_guard import check_allow
 from shared.keys import DEFAULT_LANES
+from shared.webhook_signing import check_secrets
 
 
 class CommonSettings(BaseSettings):
@@ -51,6 +53,12 @@ class AdapterSettings(CommonSettings):
         30 * 24 * 3600.0, gt=0, description="seconds that files, and records of batches that have ended, are kept"
     )
     max_adapter_bytes: int = Field(2 * 1024**3, ge=1, description="largest file of a LoRA adapter's weights in bytes")
+    webhook_allow: Annotated[list[str], AfterValidator(check_allow)] = Field(
+        [],
+        description="where webhooks may go besides public addresses, as a JSON list of networks (10.1.0.0/16) and "
+        "hosts (hooks.internal, *.internal), for gateways and tasks",
+    )
+    webhook_http: bool = Field(False, description="webhooks may go to http:// too, for gateways and tasks")
 
 
 class GatewaySettings(AdapterSettings):
@@ -152,6 +160,23 @@ class TasksSettings(AdapterSettings):
     batch_slice_s: float = Field(
         20.0, gt=0, description="seconds after which a batch lets other background tasks that wait have their turn"
     )
+    webhook_secrets: Annotated[list[SecretStr], AfterValidator(check_secrets)] = Field(
+        [],
+        description="what signs webhooks of tenants without a secret of their own, as a JSON list of whsec_...; "
+        "several: each signs; empty: one kept in Redis",
+    )
+    webhook_retry_s: float = Field(24 * 3600.0, gt=0, description="seconds for which a webhook is tried again")
+    webhook_first_retry_s: float = Field(
+        5.0,
+        gt=0,
+        description="seconds until a webhook's second try; each further pause is twice as long, up to an hour",
+    )
+    webhook_timeout_s: float = Field(15.0, gt=0, le=300, description="seconds that a webhook's receiver has to answer")
+    webhook_connections: int = Field(64, ge=1, le=1024, description="webhooks that are sent at a time")
+    webhook_max_bytes: int = Field(
+        1024 * 1024, ge=4096, description="largest body of a webhook; the result of a job with a larger one is left out"
+    )
+    webhook_poll_s: float = Field(1.0, gt=0, description="seconds between looks for webhooks that are to be sent")
     tasks_health_host: str = Field("127.0.0.1", description="address of /health and /metrics")
     tasks_health_port: int = Field(8002, ge=0, le=65535, description="port of /health and /metrics; 0 takes a free one")
 

@@ -156,15 +156,16 @@ local function close(job, status, result, used)
   redis.call('HINCRBY', PREFIX .. 'stats', 'ended_tokens', int(job.cost))
   local now = now_us()
   redis.call('HSET', job.key, 'status', status, 'result', result, 'finished_us', int(now))
-  redis.call('PEXPIRE', job.key, job.retention_ms)
+  local expires_ms = math.floor(now / 1000) + job.retention_ms
   redis.call('PEXPIRE', PREFIX .. 'ev:' .. job.id, job.retention_ms)
+  if job.callback then
+    expires_ms = owe(job, status, math.floor(now / 1000))
+  end
+  redis.call('PEXPIREAT', job.key, int(expires_ms))
   if job.tenant then
-    index_job(job.id, job.tenant, int(math.floor(now / 1000) + job.retention_ms))
+    index_job(job.id, job.tenant, int(expires_ms))
   end
   add_usage(job, math.floor(now / 1000), used)
-  if job.callback then
-    redis.call('XADD', PREFIX .. 'outbox', '*', 'id', job.id, 'status', status)
-  end
 end
 
 local function add_frame(choices, frame)

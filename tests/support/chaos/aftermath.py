@@ -13,7 +13,8 @@ from shared.keys import GROUP
 PATIENCE_S = 20.0
 #: Ends of names of keys that need not expire.
 _MAY_STAY = (
-    "}:card", "}:tok", "}:lora", "}:workers", "}:dead", "}:outbox",
+    "}:card", "}:tok", "}:lora", "}:workers", "}:dead",
+    *(keys.webhook_state(what) for what in ("counts", "secrets")),
     *(keys.adapters(what) for what in ("names", "draining", "unused", "revision")),
 )  # fmt: skip
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from redis.crc import key_slot
 
-from shared import access, adapter_calls, keys, scripts
+from shared import access, adapter_calls, keys, scripts, webhook_calls
 from shared.adapter_record import AdapterRecord
 from shared.batch_record import Progress
 from shared.batches import advance_call, change_call
@@ -32,6 +32,7 @@ from shared.jobs import (
 from shared.keys import BUCKETS, CLASSES, GROUP, JobId
 from shared.protocol import WIRE_VERSION, Envelope, encode
 from shared.sampling import SamplingParams
+from shared.webhook_calls import Claimed, OutboxEntry, Patience
 
 NAMES = sorted(
     p.name.removesuffix(".lua") for p in files("shared").joinpath("lua").iterdir() if not p.name.startswith("_")
@@ -39,6 +40,9 @@ NAMES = sorted(
 JOB_ID = JobId.new("p", 3)
 ENVELOPE = Envelope(id=str(JOB_ID), model="m", prompt_token_ids=[1, 2], sampling=SamplingParams())
 OWNED = Owned(str(JOB_ID), 2)
+PATIENCE = Patience(60.0, 60.0)
+ENTRY = OutboxEntry("p", 3, b"1-0", str(JOB_ID), "completed")
+CLAIMED = Claimed(str(JOB_ID), 1, "https://example.test/", "t", "job.completed", b"{}", "")
 CALLS = {
     "submit": scripts.submit(ENVELOPE, Lifetime(), LaneLimits()),
     "pull": scripts.pull("p", 3, "o", PullBudget({}, {}, 1), Lease(), b""),
@@ -64,6 +68,10 @@ CALLS = {
     "adapter_write": adapter_calls.write("a", b"", None, AdapterRecord(name="a", pool="p"), 10),
     "adapter_keep": adapter_calls.keep("a" * 32),
     "adapter_drop": adapter_calls.drop("a" * 32, 1, "delete"),
+    "webhook_take": webhook_calls.take(ENTRY, {"url": "u", "body": b"{}"}, 7, PATIENCE),
+    "webhook_claim": webhook_calls.claim("p", 3, 10, 30.0, PATIENCE),
+    "webhook_done": webhook_calls.done(CLAIMED, "retry", 500, "it answered 500", 5.0, PATIENCE),
+    "webhook_again": webhook_calls.again(JOB_ID, PATIENCE),
     "batch_change": change_call("batch_1", b"a", b"b", 0),
     "batch_advance": advance_call("batch_1", "t", Progress(next_line=1, completed=1), "p"),
 }
@@ -79,6 +87,7 @@ def test_the_header_comes_first_and_has_the_flags(name: str) -> None:
     first, second = text.split("\n", 2)[:2]
     frees = {"publish", "cancel", "release", "renew", "pull", "bury", "sweep", "recount", "restore", "leave"}
     frees |= {"forget", "forget_dead", "delete", "due", "record_write"}
+    frees |= {"webhook_claim", "webhook_done"}
     assert first == ("#!lua flags=allow-oom" if name in frees else "#!lua")
     assert second.startswith("-- Put in front of every script")
     assert not re.search(r"'(KEYS|SCAN|FLUSH\w*|EVAL)'", text)
