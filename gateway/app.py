@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -48,6 +49,7 @@ from shared.secret_store import SecretStore
 from shared.settings import GatewaySettings
 from shared.tasks import cancel_all
 from shared.tenants import Tenants
+from shared.tracing import Tracing, open_tracing
 from shared.upkeep import Upkeep
 
 log = structlog.get_logger(__name__)
@@ -57,13 +59,20 @@ IDLE_S = 5.0
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
-    """The gateway as an ASGI application. Redis may be away when it starts; it is then not ready."""
+    """The gateway as an ASGI application. Redis may be away when it starts; it is then not ready.
+
+    Raises:
+        InvalidRequestError: traces are to be sent, and what that needs is not installed.
+    """
     metrics = GatewayMetrics()
+    tracing = open_tracing(settings, "ropeway-gateway", secrets.token_hex(16))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            app.state.services = await _open(settings, metrics, stack)
+            # Behind everything else: what ends with the process may still have something to say.
+            stack.push_async_callback(asyncio.to_thread, tracing.close)
+            app.state.services = await _open(settings, metrics, tracing, stack)
             yield
 
     app = FastAPI(
@@ -72,7 +81,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         description="Message-queue-driven inference",
         lifespan=lifespan,
         docs_url=None,
-        # It would look for OpenTelemetry's providers at each request.
+        # RequestScope makes spans. The framework's own would look for global providers at each request, and hold
+        # queries, tokens of streams among them.
         telemetry={"tracing": False, "metrics": False, "logs": False},
         redoc_url=None,
     )
@@ -97,13 +107,15 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         keyring=_keyring(settings),
         metrics_key=settings.metrics_key.get_secret_value() if settings.metrics_key else None,
     )
-    app.add_middleware(RequestScope, metrics=metrics)
+    app.add_middleware(RequestScope, metrics=metrics, tracing=tracing)
     if settings.cors_origins:
         cors.install(app, settings.cors_origins)
     return app
 
 
-async def _open(settings: GatewaySettings, metrics: GatewayMetrics, stack: AsyncExitStack) -> Services:
+async def _open(
+    settings: GatewaySettings, metrics: GatewayMetrics, tracing: Tracing, stack: AsyncExitStack
+) -> Services:
     """Open everything; `stack` closes it in the opposite order."""
     client = connect(settings.redis_url)
     stack.push_async_callback(client.aclose)
@@ -133,7 +145,7 @@ async def _open(settings: GatewaySettings, metrics: GatewayMetrics, stack: Async
     loads = PoolLoads(store, catalogue)
     states = PoolStates(store, catalogue, loads, settings.pools, settings.scale_target_s)
     metrics.registry.register(PoolCollector(states))
-    submitter = Submitter(store, metrics, loads)
+    submitter = Submitter(store, metrics, loads, tracing)
     stack.push_async_callback(submitter.close)
     background = [
         asyncio.create_task(work, name=name) for name, work in (("catalogue", catalogue.run()), ("loads", loads.run()))
@@ -154,7 +166,7 @@ async def _open(settings: GatewaySettings, metrics: GatewayMetrics, stack: Async
         settings=settings,
         store=store,
         catalogue=catalogue,
-        preparer=Preparer(directory, executor, settings),
+        preparer=Preparer(directory, executor, settings, tracing),
         entrance=_entrance(client, store, loads, settings),
         hub=hub,
         pools=states,
@@ -168,6 +180,7 @@ async def _open(settings: GatewaySettings, metrics: GatewayMetrics, stack: Async
         index=JobIndex(client),
         batches=batch_desk,
         tokens=StreamTokens(secret.get_secret_value() if secret else None, SecretStore(client)),
+        tracing=tracing,
     )
 
 

@@ -37,12 +37,13 @@ class Track:
     """
 
     __slots__ = ("_due", "_fruitless", "_metrics", "_page", "_pause", "_queue", "_size", "channel", "ended", "follower",
-                 "index", "job_id", "needs_log", "seq", "silent", "status")  # fmt: skip
+                 "index", "job_id", "log_reads", "needs_log", "overflows", "seq", "silent", "status")  # fmt: skip
 
     def __init__(self, index: int, job_id: str, after: int, size: int, metrics: GatewayMetrics) -> None:
         self.index, self.job_id, self.seq, self.ended = index, job_id, after, False
         self.channel = keys.events(JobId.parse(job_id)).encode()
         self.needs_log, self.silent = False, False
+        self.log_reads = self.overflows = 0
         self.status: JobStatus = "queued"
         self.follower: Follower | None = None
         self._queue: deque[bytes] = deque()
@@ -57,6 +58,7 @@ class Track:
         if len(self._queue) >= self._size:
             self._queue.clear()
             self.needs_log = True
+            self.overflows += 1
             self._metrics.overflows.inc()
         self._queue.append(data)
         self._wake()
@@ -130,6 +132,7 @@ class Track:
 
     async def _read(self, store: JobStore, frames: list[Frame]) -> bool:
         """One page of the log; True if it was full, so that there may be more."""
+        self.log_reads += 1
         self._metrics.log_reads.inc()
         before, most = self.seq, self._page
         page = await store.read_log(self.job_id, self.seq, most)

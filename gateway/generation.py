@@ -21,9 +21,11 @@ from gateway.following import Follower
 from gateway.preparation import Prepared
 from gateway.schemas import GenerationRequest
 from gateway.services import Services
+from gateway.spans import Sent, answering
 from gateway.submission import Terms
 from shared.errors import JobExpiredError, RopewayError
 from shared.protocol import ErrorInfo, Frame, Timings, Usage
+from shared.trace_context import NO_TRACE
 
 log = structlog.get_logger(__name__)
 
@@ -99,6 +101,7 @@ class GenerationResponse(Response):
         self._started_at = self._sent_at = time.monotonic()
         self._headers_sent, self._text_seen = False, False
         self._pending: list[bytes] = []
+        self._sent = Sent()
         self._extra_headers: list[tuple[bytes, bytes]] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -139,7 +142,9 @@ class GenerationResponse(Response):
             answer: AnswerLike
             answer = self._answer(prepared.shape) if style is None else style.answer(prepared)
             try:
-                await (self._stream if self._streaming else self._whole)(answer, follower, client, send)
+                name, way = ("stream", self._stream) if self._streaming else ("answer", self._whole)
+                with answering(services.tracing, name, self._caller.trace or NO_TRACE, follower) as self._sent:
+                    await way(answer, follower, client, send)
             except ClientGoneError:
                 # Whoever sent a key may come back with it.
                 if not request.background and self._repeat is None:
@@ -199,6 +204,7 @@ class GenerationResponse(Response):
         body = b"".join(self._pending)
         self._pending.clear()
         await send({"type": "http.response.body", "body": body, "more_body": not last})
+        self._sent.body_bytes += len(body)
         self._sent_at = time.monotonic()
 
     async def _whole(self, answer: AnswerLike, follower: Follower, client: Disconnect, send: Send) -> None:
@@ -215,11 +221,13 @@ class GenerationResponse(Response):
         self._headers_sent = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})
+        self._sent.body_bytes += len(body)
 
     async def _next(self, follower: Follower, client: Disconnect) -> list[tuple[int, Frame]]:
         batch = await follower.next()
         if client.gone:
             raise ClientGoneError
+        self._sent.frames += len(batch)
         if not batch:
             self._check_deadline(follower)
         return batch

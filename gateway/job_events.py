@@ -12,8 +12,10 @@ from gateway.disconnect import ClientGoneError, Disconnect
 from gateway.following import Follower
 from gateway.generation import SSE_HEADERS
 from gateway.services import Services
-from shared.errors import InvalidRequestError, JobGoneError
+from gateway.spans import Sent, answering
+from shared.errors import InvalidRequestError, JobGoneError, RopewayError
 from shared.protocol import FINAL_STATUSES, Frame
+from shared.trace_context import NO_TRACE, Trace, is_sampled
 
 
 class JobEventsResponse(Response):
@@ -49,8 +51,11 @@ class JobEventsResponse(Response):
             if opening := self._opening():
                 await send({"type": "http.response.body", "body": opening, "more_body": True})
             follower.tracks[0].look()
+            trace = scope.get("state", {}).get("trace", NO_TRACE)
             try:
-                await self._send_frames(follower, client, send)
+                with answering(services.tracing, "stream", trace, follower, await self._links(trace)) as sent:
+                    sent.body_bytes += len(opening)
+                    await self._send_frames(follower, client, send, sent)
             except ClientGoneError:
                 pass  # a reader may go at any time
             except Exception as error:  # noqa: BLE001  (too late for a status: `as_error` logs it, the stream tells it)
@@ -69,17 +74,28 @@ class JobEventsResponse(Response):
             raise JobGoneError("the events of this job have expired", param="id")
         return self._after < last or status not in FINAL_STATUSES
 
-    async def _send_frames(self, follower: Follower, client: Disconnect, send: Send) -> None:
+    async def _links(self, own: Trace) -> list[Trace]:
+        """The trace of whoever submitted the job: a reader's request is another one."""
+        if not (self._services.tracing.on and is_sampled(own)):
+            return []
+        try:
+            return [(await self._services.store.get(self._job_id)).envelope.trace]
+        except RopewayError:  # it has just expired, or does not read: what is sent says so
+            return []
+
+    async def _send_frames(self, follower: Follower, client: Disconnect, send: Send, sent: Sent) -> None:
         sent_at = time.monotonic()
         while not follower.ended:
             batch = await follower.next()
             if client.gone:
                 raise ClientGoneError
+            sent.frames += len(batch)
             body = b"".join(self._event(frame) for _, frame in batch)
             if not body and time.monotonic() - sent_at >= self._services.settings.keepalive_s:
                 body = wire_format.KEEPALIVE
             if body:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
+                sent.body_bytes += len(body)
                 sent_at = time.monotonic()
                 self._services.metrics.events.inc(len(batch))
 

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import structlog
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.app import create_app
 from shared import logs
+from shared.errors import InvalidRequestError
 from shared.settings import GatewaySettings
 
+log = structlog.get_logger(__name__)
+
+#: Exit code for settings that cannot be served.
+EXIT_SETTINGS = 2
 #: Bytes of a request's line and headers.
 MAX_HEAD_BYTES = 64 * 1024
 #: Connections that wait to be accepted.
@@ -96,4 +103,9 @@ def run(settings: GatewaySettings | None = None) -> None:
     """Serve until a signal comes."""
     settings = settings or GatewaySettings()
     logs.configure(settings.log_level, settings.log_json)
-    server(settings).run()
+    try:
+        made = server(settings)
+    except InvalidRequestError as error:
+        log.error("gateway.refused", reason=error.message)
+        sys.exit(EXIT_SETTINGS)
+    made.run()

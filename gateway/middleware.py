@@ -6,6 +6,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
@@ -16,7 +17,11 @@ from gateway import errors
 from gateway.admission import Keyring
 from gateway.errors import UnsupportedMediaTypeError
 from gateway.metrics import GatewayMetrics
+from gateway.spans import described
+from shared import logs
 from shared.errors import AuthenticationError, PayloadTooLargeError, RopewayError
+from shared.trace_context import carried
+from shared.tracing import NO_SPAN, OFF, Span, Tracing
 
 log = structlog.get_logger(__name__)
 
@@ -35,18 +40,32 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
 class RequestScope:
     """Outermost: gives each request an id of its own, echoes the client's, logs and counts it, catches what is left.
 
-    `scope["state"]` gets `internal_id` and `request_id`; routes may add `job_id`.
+    `scope["state"]` gets `internal_id`, `request_id` and `trace`, the trace context for what the request leads to;
+    routes may add `job_id`.
     """
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
-        self._app, self._metrics = app, metrics
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, tracing: Tracing = OFF) -> None:
+        self._app, self._metrics, self._tracing = app, metrics, tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        headers, state = Headers(scope=scope), scope.setdefault("state", {})
+        state["trace"] = trace = carried(headers.get)
+        if not self._tracing.on or scope["path"] in _PROBES:
+            with logs.bind(trace=trace) if trace else nullcontext():
+                await self._serve(scope, receive, send, NO_SPAN)
+            return
+        attributes = {"http.request.method": scope["method"], "url.scheme": scope.get("scheme", "http")}
+        with self._tracing.span(scope["method"], trace, kind="server", attributes=attributes) as span:
+            state["trace"] = span.trace
+            with logs.bind(trace=span.trace):
+                await self._serve(scope, receive, send, span)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, span: Span) -> None:
         started = time.monotonic()
-        state = scope.setdefault("state", {})
+        state = scope["state"]
         state["internal_id"] = internal = secrets.token_hex(16)
         state["request_id"] = given = _client_id(Headers(scope=scope).get("x-request-id"))
         status = 0
@@ -67,11 +86,16 @@ class RequestScope:
             if not status:
                 await errors.answer(errors.internal(internal))(scope, receive, tagged)
         finally:
-            self._record(scope, status or 499, time.monotonic() - started)
+            self._record(scope, status or 499, time.monotonic() - started, span)
 
-    def _record(self, scope: Scope, status: int, seconds: float) -> None:
+    def _record(self, scope: Scope, status: int, seconds: float, span: Span) -> None:
         route, state = scope.get("route"), scope["state"]
         path = getattr(route, "path", "unmatched")
+        if span.recording:
+            span.rename(f"{scope['method']} {path}")
+            span.set(described(getattr(route, "path", None), status, state.get("job_id"), scope["path"]))
+            if status >= 500:
+                span.failed(str(status))
         self._metrics.requests.labels(scope["method"], path, str(status)).inc()
         self._metrics.request_seconds.labels(path).observe(seconds)
         write = log.debug if path in _PROBES else log.info

@@ -17,6 +17,8 @@ from gateway.served import Directory, Served
 from shared.errors import InvalidRequestError
 from shared.protocol import Envelope
 from shared.settings import GatewaySettings
+from shared.trace_context import NO_TRACE
+from shared.tracing import OFF, Tracing
 
 #: Plain prompts of up to so many characters are tokenized in the event loop: some 0.1 ms.
 INLINE_CHARS = 1000
@@ -33,8 +35,10 @@ class Prepared:
 class Preparer:
     """Checks, renders and tokenizes requests. Nothing that it refuses has touched the queue."""
 
-    def __init__(self, directory: Directory, executor: Executor, settings: GatewaySettings) -> None:
-        self._directory, self._executor, self._settings = directory, executor, settings
+    def __init__(
+        self, directory: Directory, executor: Executor, settings: GatewaySettings, tracing: Tracing = OFF
+    ) -> None:
+        self._directory, self._executor, self._settings, self._tracing = directory, executor, settings, tracing
 
     async def prepare(
         self,
@@ -55,6 +59,21 @@ class Preparer:
             InvalidRequestError, ModelNotFoundError: with the field at fault.
             ServiceUnavailableError: Redis is away and the model not known here.
         """
+        with self._tracing.span("prepare", caller.trace or NO_TRACE) as span:
+            prepared = await self._prepare(request, caller, options, single, served)
+            if span.recording:
+                span.set(
+                    {
+                        "gen_ai.request.model": request.model,
+                        "ropeway.prompts": len(prepared.envelopes),
+                        "ropeway.prompt_tokens": sum(len(job.prompt_token_ids) for job in prepared.envelopes),
+                    }
+                )
+            return prepared
+
+    async def _prepare(
+        self, request: GenerationRequest, caller: Caller, options: JobOptions, single: bool, served: Served | None
+    ) -> Prepared:
         prompts = split_prompts(request.prompt) if isinstance(request, CompletionRequest) else [""]
         if single and len(prompts) > 1:
             raise InvalidRequestError("prompt: a job has one prompt", param="prompt")

@@ -33,6 +33,7 @@ from shared.jobstore import JobStore
 from shared.keys import JobId
 from shared.protocol import JobClass
 from shared.settings import GatewaySettings
+from shared.tracing import Tracing
 
 #: Bodies larger than this are parsed in a thread.
 _INLINE_BYTES = 64 * 1024
@@ -62,6 +63,7 @@ class Services:
     index: JobIndex
     batches: BatchDesk
     tokens: StreamTokens
+    tracing: Tracing
 
     async def pool_of(self, model: str) -> Pool:
         """The pool behind a model's name. Raises ModelNotFoundError, ServiceUnavailableError."""
@@ -95,12 +97,11 @@ def services_of(request: Request) -> Services:
 def caller_of(request: Request) -> Caller:
     """Who sent this request, as the middleware found out."""
     state = request.scope.get("state", {})
-    trace = {name: v for name in ("traceparent", "tracestate") if (v := request.headers.get(name)) and len(v) <= 512}
     return Caller(
         tenant=state.get("tenant", ANONYMOUS),
         authenticated=state.get("authenticated", False),
         request_id=state.get("request_id"),
-        trace=trace,
+        trace=state.get("trace"),
     )
 
 

@@ -12,11 +12,13 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 
 from gateway.load import PoolLoads
 from gateway.metrics import GatewayMetrics
+from gateway.spans import submitting
 from shared.errors import OverloadedError, RopewayError, ServiceUnavailableError
 from shared.jobs import Lifetime
 from shared.jobstore import JobStore
 from shared.keys import JobId
 from shared.protocol import Envelope
+from shared.tracing import OFF, Tracing
 
 log = structlog.get_logger(__name__)
 
@@ -38,8 +40,8 @@ class Terms:
 class Submitter:
     """Puts jobs into the queue and takes them back. Commands are never broken off in the middle."""
 
-    def __init__(self, store: JobStore, metrics: GatewayMetrics, loads: PoolLoads) -> None:
-        self._store, self._metrics, self._loads = store, metrics, loads
+    def __init__(self, store: JobStore, metrics: GatewayMetrics, loads: PoolLoads, tracing: Tracing = OFF) -> None:
+        self._store, self._metrics, self._loads, self._tracing = store, metrics, loads, tracing
         self._cancels: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
 
@@ -56,6 +58,12 @@ class Submitter:
             OverloadedError: a limit of a lane is reached.
             ServiceUnavailableError: Redis is away, full, loading or read-only, or too few replicas have a job.
         """
+        with submitting(self._tracing, envelopes):
+            await self._submit_all(envelopes, terms, keep)
+
+    async def _submit_all(
+        self, envelopes: Sequence[Envelope], terms: Terms | Sequence[Terms] | None, keep: bool
+    ) -> None:
         answers: list[BaseException | None]
         each = terms if isinstance(terms, Sequence) else [terms or Terms()] * len(envelopes)
         if len(envelopes) == 1:
