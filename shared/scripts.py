@@ -364,6 +364,16 @@ def forget_dead(pool: str, lane: int, live: Sequence[str]) -> Call:
     return _call("forget_dead", keys.lane_streams(pool, lane), live)
 
 
+def orphan(pool: str, lane: int, owner: str, max_attempts: int, *, charge: bool, count: int) -> Call:
+    """Queue what a dead worker held of a lane again, up to `count` jobs of each stream."""
+    names = _pull_keys(pool, lane)
+    return _call(
+        "orphan",
+        [names[0], keys.last_pull(pool, lane, owner), *names[1:]],
+        [owner, max_attempts, int(charge), count, keys.wake(pool), lane],
+    )
+
+
 def join(pool: str, agreement: str, card: bytes, bundle: bytes, replace: str) -> Call:
     """Write the pool's card if there is none, or if it is the one that may be replaced."""
     return _call(

@@ -13,8 +13,8 @@ import msgspec
 
 from shared import keys, scripts
 from shared.calls import primaries, run
-from shared.errors import ConflictError, ForeignDataError, JobNotFoundError, ProtocolError
-from shared.jobs import DeadLetter, Lifetime
+from shared.errors import ConflictError, ForeignDataError, JobNotFoundError, ProtocolError, RopewayError
+from shared.jobs import DeadLetter, Lease, Lifetime
 from shared.jobstore import JobStore
 from shared.keys import JobId
 from shared.protocol import Envelope, decode
@@ -23,6 +23,7 @@ from shared.scripts import Call
 
 #: Entries that one call looks at, so that none holds Redis up for long.
 _PAGE: Final = 200
+_LEASE: Final = Lease()
 
 
 @dataclass(slots=True)
@@ -42,6 +43,19 @@ class Swept:
     recounted: bool = False
     forgotten: int = 0
     broken: list[ForeignDataError] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Orphaned:
+    """What became of a dead worker's jobs.
+
+    Attributes:
+        queued: how many wait for another worker now.
+        ended: jobs that ended instead: `cancelled`, `expired`, or `failed` where they were buried.
+    """
+
+    queued: int = 0
+    ended: dict[str, str] = field(default_factory=dict)
 
 
 class Upkeep(JobStore):
@@ -93,6 +107,41 @@ class Upkeep(JobStore):
         if stream is None:
             return False
         return bool(await self._run(scripts.restore(parsed, stream.decode(errors="replace"))))
+
+    async def orphan(
+        self, pool: str, owner: str, lanes: int, *, max_attempts: int = _LEASE.max_attempts, charge: bool = True
+    ) -> Orphaned:
+        """Queue a dead worker's jobs again at once, rather than when its lease runs out, and take it off the registry.
+
+        Only for who knows that it is dead, as its parent does. Should it live all the same it is fenced: nothing is
+        lost but what it was computing.
+
+        Args:
+            charge: count its death against its jobs, as where a lease runs out.
+
+        Raises:
+            ForeignDataError: somebody else wrote into a lane's keys. The other lanes were done.
+        """
+        found = Orphaned()
+        left, broken = list(range(lanes)), []
+        while left:
+            calls = [scripts.orphan(pool, lane, owner, max_attempts, charge=charge, count=_PAGE) for lane in left]
+            more = []
+            for lane, answer in zip(left, await self._run_all(calls), strict=True):
+                if isinstance(answer, RopewayError):
+                    broken.append(answer)
+                    continue
+                again, queued, ended, _ = answer
+                found.queued += queued
+                pairs = zip(ended[::2], ended[1::2], strict=True)
+                found.ended |= {job.decode(errors="replace"): status.decode() for job, status in pairs}
+                more += [lane] if again else []
+            left = more
+        if broken:
+            raise broken[0]
+        await self.leave(pool, owner)
+        await self.forget(pool, owner, lanes)
+        return found
 
     async def job_ids(self, pool: str) -> AsyncIterator[str]:
         """Ids of all jobs of a pool that Redis holds, ended ones included. Walks the whole key space."""

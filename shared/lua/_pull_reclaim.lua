@@ -2,33 +2,9 @@
 
 -- One entry that has been idle past the lease.
 local function reclaim(stream, class, bucket, entry_id)
-  local found = redis.call('XRANGE', stream, entry_id, entry_id)[1]
-  if not found then
-    redis.call('XACK', stream, GROUP, entry_id)
-    return
-  end
-  local entry = parse(found, class, bucket)
-  local job = entry.job and read_job(entry.job)
+  local job = orphaned(stream, class, bucket, entry_id)
   if not job then
-    return drop_entry(stream, entry, 'running')
-  end
-  if job.status ~= 'running' or job.entry ~= entry_id or PREFIX .. job.stream ~= stream then
-    redis.call('XACK', stream, GROUP, entry_id)
-    redis.call('XDEL', stream, entry_id)
     return
-  end
-  if not alive(job) then
-    return
-  end
-  if charge then
-    job.deaths = job.deaths + 1
-    job.alone_deaths = job.alone_deaths + (job.alone and 1 or 0)
-    if job.attempts >= max_attempts and job.alone_deaths >= ALONE_DEATHS then
-      bury(job, 'workers died', BURIED)
-      note_end(job, 'failed')
-      buried[#buried + 1] = job.id
-      return
-    end
   end
   local admission = admissible(job.deaths)
   if admission == 'no' or not fits(LEVELS[job.class], job) then

@@ -1,24 +1,5 @@
 -- Part of pull: what may be taken, and how. Its variables are those of pull.lua.
 
-local function note_end(job, status)
-  ended[#ended + 1] = job.id
-  ended[#ended + 1] = status
-end
-
--- Whether a job can go on; one that was cancelled or is too late ends here.
-local function alive(job)
-  if job.cancel then
-    end_here(job, 'cancelled', nil)
-    note_end(job, 'cancelled')
-  elseif job.deadline_ms <= now_ms then
-    end_here(job, 'expired', EXPIRED)
-    note_end(job, 'expired')
-  else
-    return true
-  end
-  return false
-end
-
 local function fits(level, job)
   if idle and #jobs == 0 and job.cost <= max_cost then
     return true

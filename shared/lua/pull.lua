@@ -22,15 +22,11 @@ local AGED_MS = 30000
 -- A job that has waited this long for a worker with a place for its adapter is taken without one, one in each pull: a worker
 -- that had a place would have taken it by now.
 local ADAPTER_PATIENCE_MS = 500
--- Deaths of its workers after which a job is a suspect and goes out with few others, those after which it runs alone, and
--- deaths while alone before it is buried. One death makes no suspect: when a node is lost, all of its jobs go on at once.
-local SUSPECT_AFTER, ALONE_AFTER, ALONE_DEATHS = 2, 3, 2
+-- Deaths of its workers after which a job is a suspect and goes out with few others, and those after which it runs alone.
+-- One death makes no suspect: when a node is lost, all of its jobs go on at once.
+local SUSPECT_AFTER, ALONE_AFTER = 2, 3
 -- Delayed jobs whose time has come that one pull puts into their streams.
 local DUE = 64
-local BURIED = {
-  message = 'the job was given up: its workers died again and again', type = 'server_error', code = 'job_failed',
-  status = 500,
-}
 
 local stats, record, owner = KEYS[1], KEYS[2], ARGV[1]
 local lease_ms, max_attempts, max_cost = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[9])
@@ -91,6 +87,7 @@ end
 
 -- include _entries.lua
 -- include _due.lua
+-- include _deaths.lua
 -- include _pull_take.lua
 -- include _pull_reclaim.lua
 -- include _pull_fair.lua

@@ -5,6 +5,7 @@
 -- KEYS  1 job hash  2 resume stream  3 stats  4 log and channel  5 outbox
 -- ARGV  1 id  2 owner  3 epoch  4 wake channel  5 lane number
 -- Answers 1 given back (also when it was by an earlier call), 0 no longer the caller's: nothing written.
+-- include _give_back.lua
 local job = read_job(ARGV[1])
 if not job or job.owner ~= ARGV[2] or int(job.epoch) ~= ARGV[3] then
   return 0
@@ -17,16 +18,7 @@ if job.cancel then
   return 1
 end
 
-local resume = KEYS[2]
-if redis.call('EXISTS', resume) == 0 then
-  redis.call('XGROUP', 'CREATE', resume, GROUP, '0', 'MKSTREAM')
-end
-remove_entry(job.stream, job.entry)
-local entry = add_entry(resume, job)
-redis.call('HSET', job.key, 'status', 'queued', 'stream', string.sub(resume, #PREFIX + 1), 'entry', entry,
-  'attempts', int(math.max(0, job.attempts - 1)), 'alone', 0)
-count('running', job.class, job.bucket, -1, -job.cost)
-count('queued', job.class, job.bucket, 1, job.cost)
-keep_until(resume, job.expires_ms)
+job.attempts = math.max(0, job.attempts - 1)
+give_back(job, KEYS[2])
 redis.call('PUBLISH', ARGV[4], ARGV[5])
 return 1

@@ -20,6 +20,7 @@ from shared.jobstore import JobStore
 from shared.keys import CLASSES, JobId
 from shared.protocol import FINAL_STATUSES, Envelope
 from shared.scripts import Call
+from shared.upkeep import Upkeep
 from tests.support.jobs import POOL, budget, check_lane, envelope, last, owned, tokens
 from tests.support.redis_topology import raw_client
 
@@ -247,6 +248,16 @@ class Lane(RuleBasedStateMachine):
     @rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
         self.run(self.store.forget(POOL, data.draw(st.sampled_from(self.dead)), 1))
+
+    @precondition(lambda self: self.dead)
+    @rule(data=st.data(), charge=st.booleans())
+    def orphan(self, data: st.DataObject, charge: bool) -> None:
+        dead = data.draw(st.sampled_from(self.dead))
+        held = {job_id for job_id, (owner, _) in self.owners.items() if owner == dead}
+        found = self.run(Upkeep(self.commands).orphan(POOL, dead, 1, charge=charge))
+        assert found.queued + len(found.ended) == len(held) and held.issuperset(found.ended)
+        for job_id in held:
+            del self.owners[job_id]
 
     @rule()
     def lose_scripts(self) -> None:

@@ -56,6 +56,7 @@ CALLS = {
     "forget": scripts.forget("p", 3, "o"),
     "forget_dead": scripts.forget_dead("p", 3, ["o"]),
     "record_write": access.write_call("keys", [("id", b"", b"{}")]),
+    "orphan": scripts.orphan("p", 3, "o", 3, charge=True, count=10),
     "join": scripts.join("p", "a", b"c", b"t", ""),
     "heartbeat": scripts.heartbeat("p", "o", b"i", 1000),
     "sweep": scripts.sweep("p", 3, keys.queue("p", 3, "high", 2), "-", 10, 1000),
@@ -87,7 +88,7 @@ def test_the_header_comes_first_and_has_the_flags(name: str) -> None:
     first, second = text.split("\n", 2)[:2]
     frees = {"publish", "cancel", "release", "renew", "pull", "bury", "sweep", "recount", "restore", "leave"}
     frees |= {"forget", "forget_dead", "delete", "due", "record_write"}
-    frees |= {"webhook_claim", "webhook_done"}
+    frees |= {"webhook_claim", "webhook_done", "orphan"}
     assert first == ("#!lua flags=allow-oom" if name in frees else "#!lua")
     assert second.startswith("-- Put in front of every script")
     assert not re.search(r"'(KEYS|SCAN|FLUSH\w*|EVAL)'", text)
