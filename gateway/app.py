@@ -18,6 +18,7 @@ from gateway.adapter_desk import AdapterDesk
 from gateway.admin import AdminKeys
 from gateway.admission import Keyring
 from gateway.batch_desk import BatchDesk
+from gateway.callbacks import Callbacks
 from gateway.catalogue import Catalogue
 from gateway.entrance import Entrance
 from gateway.hub import Hub
@@ -38,6 +39,7 @@ from gateway.submission import Submitter
 from gateway.sweeper import Sweeper
 from gateway.tenant_queue import TenantQueues
 from shared.adapters import Adapters
+from shared.address_guard import AddressGuard
 from shared.batches import Batches
 from shared.calls import AsyncClient
 from shared.connect import connect, connect_pubsub
@@ -51,6 +53,7 @@ from shared.tasks import cancel_all
 from shared.tenants import Tenants
 from shared.tracing import Tracing, open_tracing
 from shared.upkeep import Upkeep
+from shared.webhooks import Webhooks
 
 log = structlog.get_logger(__name__)
 
@@ -180,6 +183,7 @@ async def _open(
         index=JobIndex(client),
         batches=batch_desk,
         tokens=StreamTokens(secret.get_secret_value() if secret else None, SecretStore(client)),
+        callbacks=Callbacks(AddressGuard(settings.webhook_allow, http=settings.webhook_http), Webhooks(client)),
         tracing=tracing,
     )
 

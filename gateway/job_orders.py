@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from gateway.admission import Caller, JobOptions
@@ -53,7 +53,9 @@ async def prepare(services: Services, caller: Caller, request: JobsRequest) -> O
         ServiceUnavailableError: Redis is away and a model not known here.
     """
     if request.jobs is None:
-        prepared, lifetime = await _prepare(services, caller, parse(JobRequest, request.model_extra or {}))
+        order = parse(JobRequest, request.model_extra or {})
+        await _check_callbacks(services, [order.callback_url])
+        prepared, lifetime = await _prepare(services, caller, order)
         return Orders(prepared, [lifetime], many=False)
     most = services.settings.max_jobs_per_request
     if not 1 <= len(request.jobs) <= most:
@@ -64,6 +66,7 @@ async def prepare(services: Services, caller: Caller, request: JobsRequest) -> O
     for index, job in enumerate(request.jobs):
         with _inside(f"jobs[{index}]"):
             orders.append(parse(JobRequest, job))
+    await _check_callbacks(services, [order.callback_url for order in orders], many=True)
     pairs = await asyncio.gather(*(_at(index, services, caller, order) for index, order in enumerate(orders)))
     shape = replace(pairs[0][0].shape, job_ids=[job_id for prepared, _ in pairs for job_id in prepared.shape.job_ids])
     envelopes = [envelope for prepared, _ in pairs for envelope in prepared.envelopes]
@@ -87,7 +90,25 @@ async def _prepare(services: Services, caller: Caller, order: JobRequest) -> tup
         )
     served = None if order.adapter is None else await services.directory.find_adapter(order.adapter, body.model)
     with _inside("body"):
-        return await services.preparer.prepare(body, caller, options, single=True, served=served), lifetime
+        prepared = await services.preparer.prepare(body, caller, options, single=True, served=served)
+    for envelope in prepared.envelopes:
+        envelope.callback_url = order.callback_url
+    return prepared, lifetime
+
+
+async def _check_callbacks(services: Services, urls: Sequence[str | None], *, many: bool = False) -> None:
+    """Check each URL once, all at the same time: hosts are looked up for it."""
+
+    async def check(url: str) -> None:
+        with _inside(f"jobs[{urls.index(url)}]") if many else nullcontext():
+            await services.callbacks.check(url)
+
+    answers = await asyncio.gather(
+        *(check(url) for url in dict.fromkeys(urls) if url is not None), return_exceptions=True
+    )
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
 
 
 def _lifetime(services: Services, order: JobRequest) -> Lifetime:

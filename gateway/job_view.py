@@ -7,8 +7,9 @@ from typing import Literal
 
 import msgspec
 
-from gateway import errors, wire_format
+from gateway import errors
 from gateway.answers import Shape, from_result
+from gateway.callbacks import CallbackBody, planned
 from gateway.wire_format import UsageBody
 from shared.jobs import JobEntry, JobView, Lifetime
 from shared.protocol import FINAL_STATUSES, Envelope, JobClass, JobStatus, Result, Timings, decode
@@ -48,11 +49,12 @@ class JobBody(msgspec.Struct, frozen=True, rename={"job_class": "class"}):
     timings: Timings | None = None
     error: JobError | None = None
     result: msgspec.Raw | None = None
+    callback: CallbackBody | None = None
     object: str = "job"
 
 
 class JobListBody(msgspec.Struct, frozen=True):
-    """Jobs of a list, without what is large: usage, timings, error and result. `next` is for `after`."""
+    """Jobs of a list, without usage, timings, error, result and callback. `next` is for `after`."""
 
     data: Sequence[JobBody]
     first_id: str | None = None
@@ -78,6 +80,7 @@ def of_envelope(envelope: Envelope, lifetime: Lifetime, wait_s: float | None) ->
         estimated_wait_s=_rounded(wait_s),
         request_id=envelope.request_id,
         metadata=envelope.metadata,
+        callback=planned(envelope.callback_url),
     )
 
 
@@ -103,7 +106,12 @@ def of_entry(entry: JobEntry) -> JobBody:
     )
 
 
-def of_view(view: JobView, hidden: frozenset[int] = frozenset(), wait_s: float | None = None) -> bytes:
+def of_view(
+    view: JobView,
+    hidden: frozenset[int] = frozenset(),
+    wait_s: float | None = None,
+    callback: CallbackBody | None = None,
+) -> JobBody:
     """A job as the queue has it; `hidden` are the token ids that texts of its model do not show by default.
 
     Raises:
@@ -113,30 +121,29 @@ def of_view(view: JobView, hidden: frozenset[int] = frozenset(), wait_s: float |
     result = None
     if view.result is not None and view.status in FINAL_STATUSES:
         result = decode(view.result, Result)
-    return wire_format.encode(
-        JobBody(
-            id=view.id,
-            kind=envelope.kind,
-            model=envelope.model,
-            adapter=envelope.adapter,
-            status=view.status,
-            job_class=envelope.job_class,
-            created_at=view.submitted_ms // 1000,
-            started_at=view.started_ms // 1000 or None,
-            finished_at=view.finished_ms // 1000 or None,
-            deadline_at=view.deadline_ms // 1000 or None,
-            not_before=view.start_ms // 1000 or None,
-            estimated_wait_s=_rounded(wait_s),
-            attempts=view.attempts,
-            last_seq=view.last_seq,
-            cancel_requested=view.cancel_requested,
-            request_id=envelope.request_id,
-            metadata=envelope.metadata,
-            usage=None if result is None else UsageBody.of([result.usage]),
-            timings=None if result is None else result.timings,
-            error=None if result is None else _error(view.id, result),
-            result=None if result is None else msgspec.Raw(from_result(_shape(envelope, hidden), result)),
-        )
+    return JobBody(
+        id=view.id,
+        kind=envelope.kind,
+        model=envelope.model,
+        adapter=envelope.adapter,
+        status=view.status,
+        job_class=envelope.job_class,
+        created_at=view.submitted_ms // 1000,
+        started_at=view.started_ms // 1000 or None,
+        finished_at=view.finished_ms // 1000 or None,
+        deadline_at=view.deadline_ms // 1000 or None,
+        not_before=view.start_ms // 1000 or None,
+        estimated_wait_s=_rounded(wait_s),
+        attempts=view.attempts,
+        last_seq=view.last_seq,
+        cancel_requested=view.cancel_requested,
+        request_id=envelope.request_id,
+        metadata=envelope.metadata,
+        usage=None if result is None else UsageBody.of([result.usage]),
+        timings=None if result is None else result.timings,
+        error=None if result is None else _error(view.id, result),
+        result=None if result is None else msgspec.Raw(from_result(_shape(envelope, hidden), result)),
+        callback=callback,
     )
 
 

@@ -75,8 +75,6 @@ _REFUSED: dict[str, Callable[[Any], bool]] = {
     "adapter": _always,
     "lora_request": _always,
 }
-#: The same of the jobs API's own body.
-_REFUSED_OF_JOBS: dict[str, Callable[[Any], bool]] = {"callback_url": _always}
 
 
 class StreamOptions(BaseModel):
@@ -213,6 +211,7 @@ class JobRequest(BaseModel):
         None, gt=0, allow_inf_nan=False, description="seconds that result and events are kept after its end"
     )
     metadata: dict[str, str] | None = Field(None, description="up to 16 pairs, echoed")
+    callback_url: str | None = Field(None, description="https URL that is told, once, when it has ended: a webhook")
 
 
 class CreateBatchRequest(BaseModel):
@@ -326,9 +325,7 @@ def parse(model: type[M], data: bytes | dict[str, Any]) -> M:
             request = model.model_validate_json(data)
     except ValidationError as error:
         raise invalid(error, _FIELDS | frozenset(model.model_fields)) from None
-    if isinstance(request, JobRequest):
-        refuse(request, _REFUSED_OF_JOBS)
-    elif isinstance(request, GenerationRequest):
+    if isinstance(request, GenerationRequest):
         refuse(request, _REFUSED)
         _check(request)
     return request

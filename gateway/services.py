@@ -15,6 +15,7 @@ from gateway.adapter_desk import AdapterDesk
 from gateway.admin import AdminKeys
 from gateway.admission import ANONYMOUS, Caller
 from gateway.batch_desk import BatchDesk
+from gateway.callbacks import Callbacks
 from gateway.catalogue import Catalogue, Pool
 from gateway.entrance import Entrance, Repeat
 from gateway.hub import Hub
@@ -63,6 +64,7 @@ class Services:
     index: JobIndex
     batches: BatchDesk
     tokens: StreamTokens
+    callbacks: Callbacks
     tracing: Tracing
 
     async def pool_of(self, model: str) -> Pool:

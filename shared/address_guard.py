@@ -32,6 +32,7 @@ _REFUSED: Final[tuple[Network, ...]] = tuple(
     ipaddress.ip_network(text)
     for text in (
         "168.63.129.16/32",  # Azure's own services, under an address that counts as public
+        "192.0.0.0/24",  # protocols' own; Oracle's metadata
         "192.88.99.0/24",  # relays of 6to4
         "2001::/23",  # Teredo and other protocols' own
         "2001:db8::/32",  # documentation, as 3fff::/20

@@ -175,11 +175,13 @@ async def _shown(
     """The job as an answer; one with a large result is written in a thread."""
     pool = services.catalogue.known(JobId.parse(view.id).pool)
     hidden = frozenset[int]() if pool is None else pool.encoder.special_ids
-    wait_s = _wait_of(services, view)
-    if view.result is None or len(view.result) <= _INLINE_BYTES:
-        body = job_view.of_view(view, hidden, wait_s)
-    else:
-        body = await services.in_thread(lambda: job_view.of_view(view, hidden, wait_s))
+    wait_s, callback = _wait_of(services, view), await services.callbacks.of(view)
+
+    def shown() -> bytes:
+        return wire_format.encode(job_view.of_view(view, hidden, wait_s, callback))
+
+    small = view.result is None or len(view.result) <= _INLINE_BYTES
+    body = shown() if small else await services.in_thread(shown)
     headers = {"x-ropeway-job-id": view.id, **(headers or {})}
     return Response(body, status_code=status_code, media_type=_JSON, headers=headers)
 

@@ -285,7 +285,7 @@ async def test_a_time_that_has_passed_is_now(gateway: Gateway) -> None:
         ({"not_before": 5, "delay_s": 5}, "not_before"),
         ({"retention_s": 0}, "retention_s"),
         ({"retention_s": 1e9}, "retention_s"),
-        ({"callback_url": "https://example.test/"}, "callback_url"),
+        ({"callback_url": "https://user@example.test/"}, "callback_url"),
     ],
 )
 async def test_bad_times_are_named(gateway: Gateway, more: dict[str, Any], param: str) -> None:

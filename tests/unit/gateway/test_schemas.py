@@ -329,15 +329,6 @@ def test_classes(more: dict[str, Any], job_class: str) -> None:
     assert parse(ChatCompletionRequest, chat(**more)).job_class == job_class
 
 
-@pytest.mark.parametrize("field", ["callback_url"])
-def test_what_a_job_cannot_have_is_refused_by_name(field: str) -> None:
-    order = {"kind": "chat", "body": {"model": "m"}, field: None}
-    parse(JobRequest, json.dumps(order).encode())
-    with pytest.raises(UnsupportedParameterError) as caught:
-        parse(JobRequest, json.dumps(order | {field: "x"}).encode())
-    assert caught.value.param == field
-
-
 def test_every_sampling_parameter_is_served_or_refused_by_name() -> None:
     """A parameter that is added to `SamplingParams` must be given a place here, too."""
     inside = {"detokenize"}  # the API always answers with text
