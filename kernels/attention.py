@@ -41,15 +41,35 @@ class AttentionGroup:
 
 
 @dataclass(slots=True)
+class FixedDecode:
+    """Sequences with one query token each, described on the device alone: a recorded pass reads it anew each time.
+
+    The host promises that lengths are within the tables, and that the entries which belong to keys are blocks of the
+    cache. What lies behind those is never used.
+
+    Attributes:
+        lengths: [batch] int64 or int32, keys of each, at least 1.
+        tables: [batch, blocks] int64, contiguous, block tables.
+        most: keys of a sequence at most.
+    """
+
+    lengths: torch.Tensor
+    tables: torch.Tensor
+    most: int
+
+
+@dataclass(slots=True)
 class AttentionBatch:
-    """All groups of a mixed batch, decodes and prefill chunks.
+    """All groups of a mixed batch, decodes and prefill chunks; or, in their place, a fixed decode.
 
     Attributes:
         slot_mapping: [tokens] int64, where the KV cache takes each token.
         groups: in the order of their rows; together all rows.
+        fixed: a row for each sequence; the references and Triton serve it.
         plan: what a backend works out in the first layer for all layers.
     """
 
     slot_mapping: torch.Tensor
     groups: list[AttentionGroup] = field(default_factory=list)
+    fixed: FixedDecode | None = None
     plan: object = None

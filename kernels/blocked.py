@@ -54,6 +54,9 @@ class BlockedLogits:
         """Some rows, ascending, each once. Shares memory with this one if that is all of them."""
         if len(rows) == len(self.values):
             return self
-        index = torch.tensor(rows, dtype=torch.int64, device=self.values.device)
+        return self.take(torch.tensor(rows, dtype=torch.int64, device=self.values.device))
+
+    def take(self, index: torch.Tensor) -> BlockedLogits:
+        """The rows of [rows] int64, copied."""
         values, peaks, best = (tensor.index_select(0, index) for tensor in (self.values, self.peaks, self.best))
         return BlockedLogits(values, peaks, best, self.vocab)

@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernels.transfer import to_device
+
 Ints = npt.NDArray[np.int64]
 
 
@@ -114,6 +116,45 @@ class LoraBatch:
     plan: object = None
 
 
+#: Rows of one adapter that a backend may compute together: see `FixedRows.tiles`.
+TILE_ROWS = 16
+
+
+@dataclass(slots=True)
+class FixedRows:
+    """Rows of a batch by slot, described on the device alone: a recorded pass reads it anew each time.
+
+    Attributes:
+        slots: [rows] int64, slot of each row, -1 for the base model.
+        order: [rows] int64, the rows by slot, those of the base model anywhere behind the others.
+        tiles: [3, tiles] int32, contiguous: slot, place in `order` of the first row, and number of rows, at most
+            `TILE_ROWS`, of rows of one slot that are neighbours in `order`; zeros where there are fewer tiles.
+    """
+
+    slots: torch.Tensor
+    order: torch.Tensor
+    tiles: torch.Tensor
+
+
+def most_tiles(rows: int, slots: int) -> int:
+    """Tiles that so many rows with so many slots can fall into."""
+    return min(rows, slots + rows // TILE_ROWS)
+
+
+def tiled(slots: Ints, tiles: int) -> tuple[Ints, Ints]:
+    """`FixedRows.order` and `FixedRows.tiles` of rows with these slots, on the host."""
+    order = np.argsort(np.where(slots < 0, np.iinfo(np.int64).max, slots), kind="stable")
+    found, counts = np.unique(slots[slots >= 0], return_counts=True)
+    pieces = -(-counts // TILE_ROWS)
+    of_tile = np.repeat(np.arange(len(found)), pieces)
+    within = (np.arange(len(of_tile)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * TILE_ROWS
+    table = np.zeros((3, tiles), dtype=np.int64)
+    table[0, : len(of_tile)] = found[of_tile]
+    table[1, : len(of_tile)] = (np.cumsum(counts) - counts)[of_tile] + within
+    table[2, : len(of_tile)] = np.minimum(TILE_ROWS, counts[of_tile] - within)
+    return order, table
+
+
 @dataclass(slots=True)
 class LoraPass:
     """What a forward pass needs of adapters.
@@ -126,7 +167,7 @@ class LoraPass:
 
     layers: Mapping[Hashable, Any]
     version: int = 0
-    batch: LoraBatch | None = field(default=None)
+    batch: LoraBatch | FixedRows | None = field(default=None)
 
 
 def lora_batch(slots: Sequence[int] | Ints, device: torch.device) -> LoraBatch | None:
@@ -151,7 +192,7 @@ def lora_batch(slots: Sequence[int] | Ints, device: torch.device) -> LoraBatch |
     return LoraBatch(
         slots=of_rows,
         active=active,
-        gather=torch.from_numpy(gather).to(device),
-        valid=torch.from_numpy(valid).to(device),
-        rows=torch.from_numpy(rows).to(device),
+        gather=to_device(gather, device),
+        valid=to_device(valid, device),
+        rows=to_device(rows, device),
     )

@@ -36,6 +36,7 @@ class Ops:
     copy_blocks: Callable[..., Any]
     count_above: Callable[..., Any]
     draw: Callable[..., Any]
+    draw_packed: Callable[..., Any]
     embed: Callable[..., Any]
     embed_delta: Callable[..., Any]
     gated_linear: Callable[..., Any]
@@ -53,6 +54,7 @@ class Ops:
     silu_and_mul: Callable[..., Any]
     unembed: Callable[..., Any]
     uniforms: Callable[..., Any]
+    uniforms_packed: Callable[..., Any]
     write_kv: Callable[..., Any]
 
 
@@ -130,6 +132,11 @@ def is_native(ops: Ops) -> bool:
 def is_triton(ops: Ops) -> bool:
     """Whether attention is Triton's."""
     return ops.paged_attention is _table.get(("paged_attention", TRITON), False)
+
+
+def serves_fixed(ops: Ops) -> bool:
+    """Whether a pass may be described on the device alone: see `FixedDecode` and `FixedRows`."""
+    return is_triton(ops) or ops.paged_attention is _table.get(("paged_attention", "reference"))
 
 
 def wants_groups(ops: Ops) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from kernels.attention import AttentionBatch, AttentionGroup
+from kernels.attention import AttentionBatch, AttentionGroup, FixedDecode
 from kernels.ops import register
 
 
@@ -27,7 +27,7 @@ def paged_attention(
     Args:
         query: [tokens, heads, head_dim]; tokens may be strided.
         cache: [blocks, block_size, 2, kv_heads, head_dim]; this step's tokens are written already.
-        batch: groups that cover every row once.
+        batch: groups that cover every row once, or a fixed decode, which has none of the options.
         scale: of the scores.
         window: a token sees so many at most, itself included; None: all before it.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)`; None: they stay.
@@ -36,7 +36,12 @@ def paged_attention(
     Returns:
         [tokens, heads * head_dim].
     """
-    if window is not None or soft_cap is not None or scales is not None:
+    options = window is not None or soft_cap is not None or scales is not None
+    if batch.fixed is not None:
+        if options:
+            raise ValueError("a fixed decode has neither window nor soft cap nor scales")
+        return _attend_fixed(query, cache, batch.fixed, scale)
+    if options:
         return _attend_plainly(query, cache, batch, scale, window, soft_cap, scales)
     if len(batch.groups) == 1:
         return attend_rows(query, cache, batch.groups[0], scale)
@@ -76,6 +81,22 @@ def _attend(query: torch.Tensor, cache: torch.Tensor, group: AttentionGroup, sca
     value = value.reshape(batch * kv_heads, 1, group.keys, dim).expand(shape)
     result = F.scaled_dot_product_attention(rows, key, value, attn_mask=group.mask, scale=scale)
     return result.unflatten(0, (batch, kv_heads)).permute(0, 3, 1, 2, 4)
+
+
+def _attend_fixed(query: torch.Tensor, cache: torch.Tensor, fixed: FixedDecode, scale: float) -> torch.Tensor:
+    """[batch, heads, head_dim] -> [batch, heads * head_dim]; every sequence is padded to the most keys."""
+    _, block_size, _, kv_heads, dim = cache.shape
+    tables = fixed.tables[:, : -(-fixed.most // block_size)]
+    batch, keys = len(tables), tables.shape[1] * block_size
+    hidden = torch.arange(keys, device=query.device) >= fixed.lengths.unsqueeze(1)  # [batch, keys]
+    kv = cache.index_select(0, tables.reshape(-1)).view(batch, keys, 2, kv_heads, dim)
+    # Zeros, since a masked NaN is still one; and there may be anything.
+    kv = kv.masked_fill(hidden.view(batch, keys, 1, 1, 1), 0.0)
+    key, value = kv.select(2, 0).transpose(1, 2), kv.select(2, 1).transpose(1, 2)  # [batch, kv_heads, keys, dim]
+    rows = query.reshape(batch, kv_heads, query.shape[1] // kv_heads, dim)
+    mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, float("-inf"))
+    result = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask.view(batch, 1, 1, keys), scale=scale)
+    return result.reshape(batch, -1)
 
 
 def _attend_plainly(

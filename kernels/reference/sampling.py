@@ -8,6 +8,7 @@ rows nor the number of rows change: within a block first, then block by block.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +58,38 @@ def uniforms(seeds: list[int], choices: list[int], positions: list[int]) -> npt.
 def uniforms_on(seeds: list[int], choices: list[int], positions: list[int], device: torch.device) -> torch.Tensor:
     """[rows] float64: `uniforms` on a device."""
     return torch.from_numpy(uniforms(seeds, choices, positions)).to(device)
+
+
+def pack_counters(seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.int64]:
+    """What `uniforms_packed` takes, on the host."""
+    numbers = np.empty((3, len(seeds)), dtype=np.uint64)
+    numbers[0] = [seed & 0xFFFFFFFFFFFFFFFF for seed in seeds]
+    numbers[1], numbers[2] = choices, positions
+    return numbers.view(np.int64)
+
+
+@register("uniforms_packed", "reference")
+def uniforms_packed(numbers: torch.Tensor) -> torch.Tensor:
+    """`uniforms` of what is on the device already.
+
+    Args:
+        numbers: [3, rows] int64: seeds (of 64 bits), choice indices, output positions.
+
+    Returns:
+        [rows] float64.
+    """
+    seed, choice, position = numbers.unbind(0)
+    low = 0xFFFFFFFF
+    c0, c1 = position & low, choice & low
+    c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0)
+    k0, k1 = seed & low, (seed >> 32) & low
+    for _ in range(_PHILOX_ROUNDS):
+        # Products of 64 bits wrap around in int64; their bits are those of unsigned ones.
+        p0, p1 = c0 * int(_PHILOX_M[0]), c2 * int(_PHILOX_M[1])
+        c0, c1, c2, c3 = ((p1 >> 32) & low) ^ c1 ^ k0, p1 & low, ((p0 >> 32) & low) ^ c3 ^ k1, p0 & low
+        k0, k1 = (k0 + int(_PHILOX_W[0])) & low, (k1 + int(_PHILOX_W[1])) & low
+    bits = (((c0 << 32) | c1) >> 11) & ((1 << 53) - 1)
+    return bits.double() * 2.0**-53
 
 
 @register("apply_penalties", "reference")
@@ -111,29 +144,54 @@ def draw(
     Returns:
         [rows] int64 token ids, and [rows] float32: the least quotient that is kept, -inf where no filter is on.
     """
+    filters = torch.from_numpy(pack_filters(top_k, top_p, min_p, x.vocab)).to(x.values.device)
+    return draw_packed(x, temperature, filters, uniform)
+
+
+def pack_filters(
+    top_k: Sequence[int], top_p: Sequence[float], min_p: Sequence[float], vocab: int
+) -> npt.NDArray[np.float64]:
+    """What `draw_packed` takes, on the host, of what `draw` takes."""
+    filters = np.empty((3, len(top_k)), dtype=np.float64)
+    filters[0] = np.array([math.log(p) if p > 0.0 else -math.inf for p in min_p], dtype=np.float32)
+    filters[1] = [k if 0 < k < vocab else 0 for k in top_k]
+    filters[2] = top_p
+    return filters
+
+
+@register("draw_packed", "reference")
+def draw_packed(
+    x: BlockedLogits, temperature: torch.Tensor, filters: torch.Tensor, uniform: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`draw` of what is on the device already: the host does not wait.
+
+    A row whose maximum is not finite has any token.
+
+    Args:
+        x, temperature, uniform: as `draw` takes them.
+        filters: [3, rows] float64: logarithm of min-p (-inf: off), k of top-k (0: off), p of top-p (1: off).
+
+    Returns:
+        As `draw`.
+    """
     values = x.values / temperature.unsqueeze(1)
     best = values.amax(-1)
-    threshold = _thresholds(values, x.vocab, top_k, top_p, min_p)
+    threshold = _thresholds(values, filters)
     weight = (values - best.unsqueeze(1)).exp_()
     weight.masked_fill_(values < threshold.unsqueeze(1), 0.0)
     token, _ = search(weight.double(), uniform, None)
     return torch.where(threshold >= best, x.values.max(-1).indices, token), threshold
 
 
-def _thresholds(
-    values: torch.Tensor, vocab: int, top_k: list[int], top_p: list[float], min_p: list[float]
-) -> torch.Tensor:
+def _thresholds(values: torch.Tensor, filters: torch.Tensor) -> torch.Tensor:
     """[rows]: the least of [rows, width] logits, divided by temperature, that the filters keep; -inf: all."""
-    off, device = float("-inf"), values.device
     ordered = values.sort(dim=-1, descending=True).values
     best = ordered[:, 0]
-    least = [math.log(p) if p > 0.0 else off for p in min_p]
-    threshold = best + torch.tensor(least, dtype=torch.float32, device=device)
-    with_k = [0 < k < vocab for k in top_k]
-    last = torch.tensor([k - 1 if on else 0 for k, on in zip(top_k, with_k, strict=True)], device=device)
-    kth = ordered.gather(1, last.unsqueeze(1)).squeeze(1)
-    threshold = torch.maximum(threshold, kth.masked_fill(~torch.tensor(with_k, device=device), off))
-    p = torch.tensor(top_p, dtype=torch.float64, device=device)
+    threshold = best + filters[0].float()
+    k = filters[1].long()
+    kth = ordered.gather(1, (k - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+    threshold = torch.maximum(threshold, kth.masked_fill(k == 0, float("-inf")))
+    p = filters[2]
     return torch.where(p < 1.0, _nucleus(ordered, best, threshold, p), threshold)
 
 
@@ -158,6 +216,7 @@ def search(
     wanted = uniform * total if point is None else point
     # Rounding may reach the total: stay below it, so that the search ends where there is weight.
     wanted = torch.minimum(wanted, torch.nextafter(total, torch.zeros_like(total))).clamp_(min=0.0).unsqueeze(1)
-    index = torch.searchsorted(cumulative, wanted, right=True)
+    # Among numbers that are not finite the search may run off the end.
+    index = torch.searchsorted(cumulative, wanted, right=True).clamp_(max=weight.shape[1] - 1)
     passed = (cumulative - weight).gather(1, index)
     return index.squeeze(1), (wanted - passed).squeeze(1)

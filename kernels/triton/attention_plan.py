@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.attention import AttentionBatch
-from kernels.triton.launch import power_of_2, to_device
+from kernels.attention import AttentionBatch, FixedDecode
+from kernels.transfer import to_device
+from kernels.triton.launch import cdiv, power_of_2
 
 Ints = npt.NDArray[np.int64]
 
@@ -95,6 +96,25 @@ def plan_attention(
         decode=DecodePlan(both[:cut].view(4, -1), len(decodes), max(1, splits)) if len(decodes) else None,
         prefill=PrefillPlan(both[cut:].view(5, -1), len(of_tile)) if len(of_tile) else None,
     )
+
+
+def plan_fixed(fixed: FixedDecode, window: int | None) -> AttentionPlan:
+    """Programs of a decode whose lengths the device alone knows: each sequence has the cuts that the longest may have.
+
+    A program whose cut lies behind its sequence's end does nothing. Cuts are those that `plan_attention` makes.
+    """
+    batch, width = fixed.tables.shape
+    lengths = fixed.lengths.long()
+    span = lengths if window is None else lengths.clamp(max=window)
+    most = fixed.most if window is None else min(fixed.most, window)
+    keys, size = torch.full_like(lengths, SPLIT_KEYS), SPLIT_KEYS
+    while size * MOST_SPLITS < most:
+        keys = torch.where(span > size * MOST_SPLITS, 2 * size, keys)
+        size *= 2
+    each = torch.arange(batch, device=lengths.device)
+    rows = torch.stack((each, each * width, lengths, keys)).int()
+    splits = min(MOST_SPLITS, cdiv(most, SPLIT_KEYS))
+    return AttentionPlan(fixed.tables.view(-1), DecodePlan(rows, batch, splits), None)
 
 
 def _decodes(rows: Ints, tables: Ints, lengths: Ints, window: int | None) -> Ints:

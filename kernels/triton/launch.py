@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -61,12 +59,6 @@ def power_of_2(number: int) -> int:
 def cdiv(number: int, by: int) -> int:
     """Divided and rounded up."""
     return -(-number // by)
-
-
-def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A copy on the device that the host does not wait for."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def check(operation: str, condition: bool, message: str) -> None:

@@ -14,12 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.lora import LoraBatch, LoraLayer
+from kernels.lora import TILE_ROWS, FixedRows, LoraBatch, LoraLayer
 from kernels.ops import register
-from kernels.triton.launch import FLOATS, cdiv, check, check_tensor, dot_dtype, power_of_2, to_device
+from kernels.transfer import to_device
+from kernels.triton.launch import FLOATS, cdiv, check, check_tensor, dot_dtype, power_of_2
 
 #: Rows of a tile: what a product takes at least.
-ROWS = 16
+ROWS = TILE_ROWS
 #: Inputs that one program sums over, and outputs that one program writes.
 PART_INPUTS = 512
 OUTPUTS = 128
@@ -57,6 +58,8 @@ def shrink_kernel(
     slot = tl.load(plan + tile).to(tl.int64)
     first = tl.load(plan + tiles + tile).to(tl.int64)
     size = tl.load(plan + 2 * tiles + tile)
+    if size == 0:
+        return
     each = tl.arange(0, ROWS)
     row = tl.load(rows + first + each, mask=each < size, other=0)
     rank = tl.arange(0, RANK)
@@ -106,6 +109,8 @@ def expand_kernel(
     slot = tl.load(plan + tile).to(tl.int64)
     first = tl.load(plan + tiles + tile).to(tl.int64)
     size = tl.load(plan + 2 * tiles + tile)
+    if size == 0:
+        return
     each = tl.arange(0, ROWS)
     rank = tl.arange(0, RANK)
     total = tl.zeros((ROWS, RANK), tl.float32)
@@ -126,16 +131,18 @@ class LoraPlan:
     """Tiles of a batch, worked out in its first layer.
 
     Attributes:
-        tiles: [3, count] int32: slot, first row and number of rows of each.
-        slots: [rows] int64, slot of each row of an adapter, in the order of the batch's `rows`.
+        tiles: [3, count] int32: slot, first of `rows` and number of rows of each; none may be empty.
+        rows: [rows] int64, the rows by slot; of a fixed batch also those of the base model, which no tile has.
+        slots: [rows] int64, slot of each of `rows`.
     """
 
     tiles: torch.Tensor
+    rows: torch.Tensor
     slots: torch.Tensor
 
 
 @register("lora_delta", "triton")
-def lora_delta(x: torch.Tensor, layer: LoraLayer, batch: LoraBatch) -> torch.Tensor:
+def lora_delta(x: torch.Tensor, layer: LoraLayer, batch: LoraBatch | FixedRows) -> torch.Tensor:
     """Contract of the reference; the inner result is rounded to the dtype of the adapters.
 
     Raises:
@@ -147,16 +154,17 @@ def lora_delta(x: torch.Tensor, layer: LoraLayer, batch: LoraBatch) -> torch.Ten
     check_tensor(name, "x", x, dtypes=(layer.a.dtype,), shape=(len(batch.slots), inputs), device=layer.a.device)
     _check_batch(name, batch, slots, x.device)
     delta = torch.zeros((len(x), layer.b.shape[2]), dtype=torch.float32, device=x.device)
-    if not int(layer.ranks[batch.active].max(initial=0)):
+    # What is in the slots of a fixed batch may be another thing each time.
+    if isinstance(batch, LoraBatch) and not int(layer.ranks[batch.active].max(initial=0)):
         return delta
     plan, rank, cuts = _plan(batch, x.device), _padded_rank(max_rank), cdiv(inputs, PART_INPUTS)
-    count, tiles = len(batch.rows), plan.tiles.shape[1]
+    count, tiles = len(plan.rows), plan.tiles.shape[1]
     low = torch.empty((cuts, count, parts, rank), dtype=torch.float32, device=x.device)
     shrink_kernel[(tiles, parts, cuts)](
         x,
         layer.a,
         low,
-        batch.rows,
+        plan.rows,
         plan.tiles,
         tiles,
         count,
@@ -174,12 +182,12 @@ def lora_delta(x: torch.Tensor, layer: LoraLayer, batch: LoraBatch) -> torch.Ten
         num_warps=4,
         num_stages=2,
     )
-    _expand(low, layer, delta, batch, plan)
+    _expand(low, layer, delta, plan)
     return delta
 
 
 @register("embed_delta", "triton")
-def embed_delta(ids: torch.Tensor, layer: LoraLayer, batch: LoraBatch) -> torch.Tensor:
+def embed_delta(ids: torch.Tensor, layer: LoraLayer, batch: LoraBatch | FixedRows) -> torch.Tensor:
     """Contract of the reference.
 
     Raises:
@@ -192,20 +200,20 @@ def embed_delta(ids: torch.Tensor, layer: LoraLayer, batch: LoraBatch) -> torch.
     _check_batch(name, batch, slots, ids.device)
     delta = torch.zeros((len(ids), layer.b.shape[2]), dtype=torch.float32, device=ids.device)
     plan, rank = _plan(batch, ids.device), _padded_rank(max_rank)
-    low = torch.zeros((1, len(batch.rows), 1, rank), dtype=torch.float32, device=ids.device)
-    low[0, :, 0, :max_rank] = layer.a[plan.slots, 0, ids[batch.rows]]
-    _expand(low, layer, delta, batch, plan)
+    low = torch.zeros((1, len(plan.rows), 1, rank), dtype=torch.float32, device=ids.device)
+    low[0, :, 0, :max_rank] = layer.a[plan.slots, 0, ids[plan.rows]]
+    _expand(low, layer, delta, plan)
     return delta
 
 
-def _expand(low: torch.Tensor, layer: LoraLayer, delta: torch.Tensor, batch: LoraBatch, plan: LoraPlan) -> None:
+def _expand(low: torch.Tensor, layer: LoraLayer, delta: torch.Tensor, plan: LoraPlan) -> None:
     cuts, count, parts, rank = low.shape
     widths = [*layer.widths.tolist(), 0, 0]
     expand_kernel[(plan.tiles.shape[1], cdiv(max(widths), OUTPUTS), parts)](
         low,
         layer.b,
         delta,
-        batch.rows,
+        plan.rows,
         plan.tiles,
         plan.tiles.shape[1],
         count,
@@ -235,7 +243,9 @@ def _padded_rank(max_rank: int) -> int:
     return max(16, power_of_2(max_rank))
 
 
-def _plan(batch: LoraBatch, device: torch.device) -> LoraPlan:
+def _plan(batch: LoraBatch | FixedRows, device: torch.device) -> LoraPlan:
+    if isinstance(batch, FixedRows):
+        return LoraPlan(batch.tiles, batch.order, batch.slots[batch.order].clamp_(min=0))
     if isinstance(batch.plan, LoraPlan):
         return batch.plan
     of_rows = np.sort(batch.slots[batch.slots >= 0], kind="stable")
@@ -245,7 +255,7 @@ def _plan(batch: LoraBatch, device: torch.device) -> LoraPlan:
     within = (np.arange(len(of_tile)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * ROWS
     first = (np.cumsum(counts) - counts)[of_tile] + within
     table = np.stack((slots[of_tile], first, np.minimum(ROWS, counts[of_tile] - within))).astype(np.int32)
-    plan = batch.plan = LoraPlan(to_device(table, device), to_device(of_rows, device))
+    plan = batch.plan = LoraPlan(to_device(table, device), batch.rows, to_device(of_rows, device))
     return plan
 
 
@@ -263,7 +273,14 @@ def _check_layer(name: str, layer: LoraLayer, parts: int) -> None:
     check(name, max_rank in layer.a.shape[2:], f"a of {list(layer.a.shape)} has not the rank of b, {max_rank}")
 
 
-def _check_batch(name: str, batch: LoraBatch, slots: int, device: torch.device) -> None:
+def _check_batch(name: str, batch: LoraBatch | FixedRows, slots: int, device: torch.device) -> None:
+    if isinstance(batch, FixedRows):
+        rows, ints = len(batch.slots), (torch.int64,)
+        check_tensor(name, "slots", batch.slots, dtypes=ints, shape=(rows,), device=device)
+        check_tensor(name, "order", batch.order, dtypes=ints, shape=(rows,), device=device)
+        shape = (3, None)
+        check_tensor(name, "tiles", batch.tiles, dtypes=(torch.int32,), shape=shape, device=device, contiguous=True)
+        return
     count = int((batch.slots >= 0).sum())
     check_tensor(name, "rows", batch.rows, dtypes=(torch.int64,), shape=(count,), device=device)
     check(name, int(batch.slots.max(initial=-1)) < slots, f"a row's slot is not among the {slots} that there are")

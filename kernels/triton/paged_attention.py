@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from kernels.attention import AttentionBatch
+from kernels.attention import AttentionBatch, FixedDecode
 from kernels.ops import register
 from kernels.triton.attention_kernels import decode_kernel, merge_kernel, prefill_kernel
-from kernels.triton.attention_plan import MOST_SPLITS, AttentionPlan, plan_attention
+from kernels.triton.attention_plan import MOST_SPLITS, AttentionPlan, plan_attention, plan_fixed
 from kernels.triton.attention_tiles import decode_tile, prefill_tile
 from kernels.triton.launch import (
     FLOAT8,
@@ -142,6 +142,9 @@ def _plan(
     if not isinstance(plans, _Plans):
         plans = batch.plan = _Plans()
     plan = plans.known.get((window, rows))
+    if plan is None and batch.fixed is not None:
+        _check_fixed(batch.fixed, cache, tokens)
+        plan = plans.known[window, rows] = plan_fixed(batch.fixed, window)
     if plan is None:
         _check_groups(batch, cache.shape[1], tokens)
         plan = plans.known[window, rows] = plan_attention(batch, per_kv_head, rows, cache.shape[0], window)
@@ -183,6 +186,17 @@ def _check_inputs(
         check(name, has_float8(target), f"{target} has no float8_e4m3fn")
     check(name, window is None or window > 0, f"a window of {window} keys")
     check(name, soft_cap is None or soft_cap > 0, f"a soft cap of {soft_cap}")
+
+
+def _check_fixed(fixed: FixedDecode, cache: torch.Tensor, tokens: int) -> None:
+    name, device = "paged_attention", cache.device
+    shape = (tokens, None)
+    check_tensor(name, "tables", fixed.tables, dtypes=(torch.int64,), shape=shape, device=device, contiguous=True)
+    check_tensor(
+        name, "lengths", fixed.lengths, dtypes=(torch.int64, torch.int32), shape=(tokens,), device=device
+    )  # fmt: skip
+    room = fixed.tables.shape[1] * cache.shape[1]
+    check(name, 0 < fixed.most <= room, f"at most {fixed.most} keys for block tables of {room}")
 
 
 def _check_groups(batch: AttentionBatch, block_size: int, tokens: int) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from kernels.ops import register
-from kernels.triton.launch import cdiv, to_device
+from kernels.reference.sampling import pack_counters
+from kernels.transfer import to_device
+from kernels.triton.launch import cdiv, check_tensor
 
 _BLOCK = 128
-_LOW = (1 << 64) - 1
 
 
 @triton.jit
@@ -51,12 +51,19 @@ def uniforms(
     seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int], device: torch.device
 ) -> torch.Tensor:
     """Contract of the reference."""
-    rows = len(seeds)
-    numbers = np.empty((3, rows), dtype=np.uint64)
-    numbers[0], numbers[1], numbers[2] = [seed & _LOW for seed in seeds], choices, positions
-    out = torch.empty(rows, dtype=torch.float64, device=device)
+    return uniforms_packed(to_device(pack_counters(seeds, choices, positions), device))
+
+
+@register("uniforms_packed", "triton")
+def uniforms_packed(numbers: torch.Tensor) -> torch.Tensor:
+    """Contract of the reference.
+
+    Raises:
+        KernelInputError: the arguments are not served.
+    """
+    check_tensor("uniforms_packed", "numbers", numbers, dtypes=(torch.int64,), shape=(3, None), contiguous=True)
+    rows = numbers.shape[1]
+    out = torch.empty(rows, dtype=torch.float64, device=numbers.device)
     if rows:
-        uniforms_kernel[(cdiv(rows, _BLOCK),)](
-            to_device(numbers.view(np.int64), device), out, rows, BLOCK=_BLOCK, num_warps=4
-        )
+        uniforms_kernel[(cdiv(rows, _BLOCK),)](numbers, out, rows, BLOCK=_BLOCK, num_warps=4)
     return out

@@ -7,16 +7,15 @@ ids, in float64, so that a row's token does not depend on other rows.
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from kernels.blocked import BLOCK, BlockedLogits
 from kernels.ops import register
-from kernels.triton.launch import check, check_tensor, power_of_2, to_device
+from kernels.reference.sampling import pack_filters
+from kernels.transfer import to_device
+from kernels.triton.launch import check, check_tensor, power_of_2
 
 #: Logits that a program looks at together.
 _TOGETHER = 2048
@@ -243,6 +242,20 @@ def draw(
     Raises:
         KernelInputError: the arguments are not served.
     """
+    check("draw", len(top_k) == len(top_p) == len(min_p) == len(x.values), "filters of another number of rows")
+    filters = to_device(pack_filters(top_k, top_p, min_p, x.vocab), x.values.device)
+    return draw_packed(x, temperature, filters, uniform)
+
+
+@register("draw_packed", "triton")
+def draw_packed(
+    x: BlockedLogits, temperature: torch.Tensor, filters: torch.Tensor, uniform: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Contract of the reference.
+
+    Raises:
+        KernelInputError: the arguments are not served.
+    """
     name, (rows, width), device = "draw", x.values.shape, x.values.device
     check_tensor(name, "values", x.values, dtypes=(torch.float32,), shape=(None, None), contiguous=True)
     check(name, width % BLOCK == 0 and width < 1 << 21, f"{width} logits; served are multiples of {BLOCK} below 2^21")
@@ -251,18 +264,14 @@ def draw(
         ("peaks", x.peaks, (rows, blocks), torch.float32),
         ("best", x.best, (rows,), torch.float32),
         ("temperature", temperature, (rows,), torch.float32),
+        ("filters", filters, (3, rows), torch.float64),
         ("uniform", uniform, (rows,), torch.float64),
     ):
         check_tensor(name, label, tensor, dtypes=(dtype,), shape=shape, device=device, contiguous=True)
-    check(name, len(top_k) == len(top_p) == len(min_p) == rows, f"filters of other than {rows} rows")
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     thresholds = torch.empty(rows, dtype=torch.float32, device=device)
     if not rows:
         return tokens, thresholds
-    logs = np.array([math.log(p) if p > 0.0 else -math.inf for p in min_p], dtype=np.float32)
-    filters = to_device(
-        np.stack((logs.astype(np.float64), [k if 0 < k < x.vocab else 0 for k in top_k], top_p)), device
-    )
     lists = torch.empty((rows, blocks), dtype=torch.int32, device=device)
     counts = torch.empty(rows, dtype=torch.int32, device=device)
     totals = torch.empty(rows, dtype=torch.float64, device=device)

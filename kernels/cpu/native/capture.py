@@ -11,7 +11,7 @@ from kernels.attention import AttentionBatch
 from kernels.cpu.native.attention import Sequences
 from kernels.cpu.native.lora import Tiles
 from kernels.cpu.native.program import CaptureError, Program, recording
-from kernels.lora import LoraPass
+from kernels.lora import LoraBatch, LoraPass
 from kernels.ops import register
 from kernels.reference.capture import Forward, Step
 
@@ -64,7 +64,7 @@ class _Captured:
         for target, source in zip(tape.inputs, (tokens, positions, batch.slot_mapping), strict=True):
             target[:rows] = source
         sequences = Sequences.of(batch, rows)  # held, as the tiles are, for as long as the library reads its arrays
-        if lora is not None and lora.batch is not None:
+        if lora is not None and isinstance(lora.batch, LoraBatch):
             Tiles.of(lora.batch).enter(sequences.record)
         tape.program.run(sequences.record)
         return tape.hidden[:rows]
