@@ -101,6 +101,8 @@ class PulledJob:
         queue_ms: from submit to this pull.
         suspect: two workers died while they held this job.
         alone: it has to run alone: pull nothing, from no lane, until it has ended.
+        lost_by: the owner that let its lease run out, where the job was taken over; else empty.
+        since_ms: since that owner took it; else since it was queued, or put back.
     """
 
     envelope: Envelope
@@ -111,6 +113,8 @@ class PulledJob:
     queue_ms: float
     suspect: bool
     alone: bool = False
+    lost_by: str = ""
+    since_ms: float = 0.0
 
 
 @dataclass(slots=True)

@@ -269,7 +269,7 @@ def parse_pull(answer: Any) -> PullAnswer:
 
 
 def _pulled_job(job: Sequence[Any]) -> PulledJob:
-    job_id, data, epoch, attempts, seq, deadline_ms, queue_us, suspect, alone = job
+    job_id, data, epoch, attempts, seq, deadline_ms, queue_us, suspect, alone, lost_by, since_us = job
     envelope = decode(data, Envelope)
     if envelope.id != job_id.decode():
         raise ProtocolError("the envelope is that of another job")
@@ -282,6 +282,8 @@ def _pulled_job(job: Sequence[Any]) -> PulledJob:
         queue_ms=queue_us / 1000,
         suspect=bool(suspect),
         alone=bool(alone),
+        lost_by=lost_by.decode(errors="replace"),
+        since_ms=max(0.0, since_us / 1000),
     )
 
 

@@ -13,6 +13,11 @@ local function reclaim(stream, class, bucket, entry_id)
   redis.call('XCLAIM', stream, GROUP, owner, 0, entry_id, 'JUSTID')
   job.attempts = job.attempts + (charge and 1 or 0)
   reclaimed = reclaimed + 1
+  -- For traces: who is dead can tell nothing of its attempt.
+  local taken_us = redis.call('HGET', job.key, 'taken_us')
+  if taken_us then
+    redis.call('HSET', job.key, 'lost', int(job.epoch + 1) .. ' ' .. job.owner .. ' ' .. taken_us)
+  end
   grant(job, admission == 'alone')
 end
 

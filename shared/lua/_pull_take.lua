@@ -49,7 +49,8 @@ end
 local function grant(job, alone)
   job.epoch, job.alone, job.owner, job.status = job.epoch + 1, alone, owner, 'running'
   redis.call('HSET', job.key, 'status', 'running', 'owner', owner, 'epoch', int(job.epoch),
-    'attempts', int(job.attempts), 'deaths', job.deaths, 'alone_deaths', job.alone_deaths, 'alone', alone and 1 or 0)
+    'attempts', int(job.attempts), 'deaths', job.deaths, 'alone_deaths', job.alone_deaths, 'alone', alone and 1 or 0,
+    'taken_us', int(now))
   redis.call('HSETNX', job.key, 'started_us', int(now))
   if job.deaths >= SUSPECT_AFTER then
     suspects = suspects - 1

@@ -10,7 +10,8 @@
 --       10 11 12 sequences and 13 14 15 tokens that it can admit, for high, normal, batch
 --       16 adapters of which it may have jobs beside those that it has  17... those that it has
 -- Answers nil for an empty lane, else {token, jobs, ended, buried, reclaimed, waiting for an idle worker}:
---   jobs   {id, envelope, epoch, attempts, last seq, deadline in ms, microseconds since submit, suspect, alone} each
+--   jobs   {id, envelope, epoch, attempts, last seq, deadline in ms, microseconds since submit, suspect, alone,
+--          owner whose it was if it was taken over, microseconds since that one took it or, else, it was last queued} each
 --   ended  id, status, id, status ...      buried  ids, which are in `ended` too
 local CLASSES, BUCKETS = { 'high', 'normal', 'batch' }, 8
 -- Deficit round robin: tokens that a bucket may take more at each of its turns.
@@ -61,9 +62,17 @@ local token = table.remove(granted, 1) or ''
 local jobs, ended, buried, reclaimed, alone_waiting, full, last_expiry = {}, {}, {}, 0, 0, false, 0
 
 local function answer_job(job)
+  local fields = redis.call('HMGET', job.key, 'env', 'lost')
+  local epoch, lost_by, since = string.match(fields[2] or '', '^(%d+) (.*) (%d+)$')
+  if tonumber(epoch) ~= job.epoch then
+    lost_by, since = '', job.waiting_us
+    if job.epoch > 1 then
+      since = (tonumber(string.match(job.entry, '^%d+')) or 0) * 1000
+    end
+  end
   jobs[#jobs + 1] = {
-    job.id, redis.call('HGET', job.key, 'env'), job.epoch, job.attempts, job.seq, job.deadline_ms,
-    now - job.waiting_us, job.deaths >= SUSPECT_AFTER and 1 or 0, job.alone and 1 or 0,
+    job.id, fields[1], job.epoch, job.attempts, job.seq, job.deadline_ms,
+    now - job.waiting_us, job.deaths >= SUSPECT_AFTER and 1 or 0, job.alone and 1 or 0, lost_by, now - since,
   }
 end
 

@@ -172,6 +172,18 @@ async def test_a_reclaim_is_charged_only_if_told_so(store: JobStore) -> None:
     assert (again.epoch, again.attempts, again.suspect) == (4, 3, True)
 
 
+async def test_a_taken_over_job_says_whose_it_was_and_since_when(store: JobStore, client: Any) -> None:
+    first = await start(store, owner="first")
+    assert first.lost_by == "" and first.since_ms == first.queue_ms
+    job_id = first.envelope.id
+    await client.hincrby(keys.job(JobId.parse(job_id)), "taken_us", -5_000_000)
+    (second,) = (await store.pull(POOL, 0, "second", budget(), Lease(lease_ms=0))).jobs
+    assert second.lost_by == "first" and 5_000 <= second.since_ms < 5_000 + second.queue_ms
+    assert await store.release("second", Owned(job_id, second.epoch))
+    (third,) = (await store.pull(POOL, 0, "third", budget(), Lease())).jobs
+    assert third.lost_by == "" and third.since_ms < 5_000, "given back is not lost"
+
+
 async def test_suspects_come_in_small_groups(store: JobStore, client: Any) -> None:
     jobs = [await start(store, owner="dead") for _ in range(10)]
     assert len((await store.pull(POOL, 0, "next", budget(suspects=0), NOW)).jobs) == 10, "one death condemns nobody"

@@ -128,11 +128,11 @@ def test_submit_parses() -> None:
 
 def test_pull_parses() -> None:
     broken = str(JobId.new("p", 3)).encode()
-    job: list[Any] = [str(JOB_ID).encode(), encode(ENVELOPE), 2, 1, 5, 99, 1500, 1, 0]
-    answer = [b"token", [job, [broken, b"junk", 7, 1, 0, 0, 0, 0, 0]], [b"x", b"expired"], [b"y"], 1, 2]
+    job: list[Any] = [str(JOB_ID).encode(), encode(ENVELOPE), 2, 1, 5, 99, 1500, 1, 0, b"w1", 2500]
+    answer = [b"token", [job, [broken, b"junk", 7, 1, 0, 0, 0, 0, 0, b"", 0]], [b"x", b"expired"], [b"y"], 1, 2]
     parsed = scripts.parse_pull(answer)
     assert parsed.token == b"token"
-    assert parsed.pulled.jobs == [PulledJob(ENVELOPE, 2, 1, 5, 99, 1.5, True, False)]
+    assert parsed.pulled.jobs == [PulledJob(ENVELOPE, 2, 1, 5, 99, 1.5, True, False, "w1", 2.5)]
     assert parsed.pulled.ended == {"x": "expired"} and parsed.pulled.buried == ["y"]
     assert (parsed.pulled.reclaimed, parsed.pulled.alone_waiting) == (1, 2)
     assert [owned for owned, _ in parsed.broken] == [Owned(broken.decode(), 7)]
