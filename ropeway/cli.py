@@ -34,6 +34,7 @@ _EXTRAS = {
     "config": "gateway",
     "dead": "gateway",
     "pool": "gateway",
+    "protocol": "gateway",
 }
 #: Fields of a request that `ropeway submit` sets itself, from its argument and its options.
 _OWN_FIELDS = frozenset({"messages", "model", "prompt", "raw", "self", "stream"})
@@ -139,6 +140,7 @@ def _field(text: str) -> tuple[str, Any]:
 def _add_processes() -> None:
     """The commands made of settings; where their libraries are missing, they only say which extra brings them."""
     try:
+        from ropeway.contract import protocol
         from ropeway.operate import dead, pool
         from ropeway.processes import commands
     except ModuleNotFoundError as error:
@@ -148,6 +150,7 @@ def _add_processes() -> None:
         app.add_typer(commands)
         app.add_typer(dead, name="dead")
         app.add_typer(pool, name="pool")
+        app.add_typer(protocol, name="protocol")
 
 
 def _add_unavailable(name: str, extra: str, error: ModuleNotFoundError) -> None:

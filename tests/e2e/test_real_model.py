@@ -11,6 +11,7 @@ import openai
 import pytest
 import redis
 
+from tests.support.direct_redis import DirectRedis
 from tests.support.stack import Stack
 
 MODEL = "smollm2-135m-instruct"
@@ -55,6 +56,21 @@ def test_chat_stream_equals_chat(client: openai.OpenAI) -> None:
     ]
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_a_service_in_node_without_the_gateway(
+    stack: Stack, client: openai.OpenAI, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    question = "What is a ropeway? \u00c9 \U0001f6a1"
+    direct = DirectRedis(tmp_path_factory.mktemp("direct"))
+    ask = ("--max-tokens", "24", "--temperature", "0")
+    text, said = direct.run(stack.redis.url, question, *ask, "--miss-after", "4")
+    answer = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": question}], max_tokens=24, temperature=0
+    )
+    assert text == answer.choices[0].message.content and text.strip()
+    assert answer.usage is not None and said["usage"]["prompt_tokens"] == answer.usage.prompt_tokens
+    assert said["read"]["log"] >= 5 and sum(said["read"].values()) == said["frames"]
 
 
 def test_completions_take_a_list_of_prompts(client: openai.OpenAI) -> None:
