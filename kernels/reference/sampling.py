@@ -165,7 +165,7 @@ def draw_packed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`draw` of what is on the device already: the host does not wait.
 
-    A row whose maximum is not finite has any token.
+    A row whose maximum is not finite has any number in the place of its token.
 
     Args:
         x, temperature, uniform: as `draw` takes them.

@@ -242,7 +242,8 @@ def draw(
     Raises:
         KernelInputError: the arguments are not served.
     """
-    check("draw", len(top_k) == len(top_p) == len(min_p) == len(x.values), "filters of another number of rows")
+    rows = len(x.values)
+    check("draw", len(top_k) == len(top_p) == len(min_p) == rows, f"filters of other than {rows} rows")
     filters = to_device(pack_filters(top_k, top_p, min_p, x.vocab), x.values.device)
     return draw_packed(x, temperature, filters, uniform)
 
