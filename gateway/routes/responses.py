@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Query, Request, Response
 
-from gateway import errors, response_format, response_requests, wire_format
+from gateway import response_format, response_requests, response_store, wire_format
 from gateway.admission import JobOptions
 from gateway.docs import body_docs
 from gateway.entrance import Repeat
 from gateway.errors import reference_of
 from gateway.generation import GenerationResponse, Style
-from gateway.preparation import Prepared
 from gateway.response_answer import ResponseAnswer
 from gateway.response_events import ResponseEventsResponse
-from gateway.response_format import ResponseShape, State
-from gateway.response_requests import Asked, ResponsesRequest, Turn
+from gateway.response_format import State
+from gateway.response_requests import Asked, ResponsesRequest
+from gateway.response_store import StoredResponse
 from gateway.schemas import ChatCompletionRequest
 from gateway.services import Services, body_of, caller_of, repeat_of, services_of
 from gateway.submission import Terms
-from shared.errors import InvalidRequestError, JobNotFoundError
-from shared.jobs import JobView, Lifetime
-from shared.protocol import FINAL_STATUSES, Result, decode
+from shared.errors import InvalidRequestError
+from shared.jobs import Lifetime
 
 router = APIRouter(tags=["responses"])
 
@@ -35,47 +33,13 @@ _UNSTORED_S = 60.0
 Id = Annotated[str, Path(description="the response's id")]
 
 
-class ResponseNotFoundError(JobNotFoundError):
-    """No response has this id, it has expired, or it was not to be stored."""
-
-    code = "response_not_found"
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A response as the queue has it."""
-
-    shape: ResponseShape
-    view: JobView
-    result: Result | None
-
-    @property
-    def text(self) -> str:
-        return self.result.choices[0].text if self.result is not None and self.result.choices else ""
-
-    def body(self) -> bytes:
-        """The object, as JSON."""
-        result, view = self.result, self.view
-        state = State(
-            view.status,
-            self.text,
-            result.choices[0].finish_reason if result is not None and result.choices else None,
-            None if result is None else result.usage,
-            None if result is None or result.error is None else errors.public(
-                errors.error_of(result.error, view.id), view.id
-            ),
-            view.finished_ms // 1000 or None,
-        )  # fmt: skip
-        return wire_format.encode(response_format.response(self.shape, state))
-
-
 @router.post("/v1/responses", openapi_extra=body_docs(ResponsesRequest), response_model=None)
 async def create_response(request: Request) -> Response:
     """Answer text, as a stream of events if `stream` is true; with `background` at once, while it is being made."""
     services, body = services_of(request), await body_of(request, ResponsesRequest)
     response_requests.check(body)
     repeat = repeat_of(request, body)
-    before = await _conversation(request, body.previous_response_id)
+    before = await response_store.conversation(services.store, caller_of(request), body.previous_response_id)
 
     def chat() -> tuple[Asked, ChatCompletionRequest]:
         asked = response_requests.asked_of(body, before)
@@ -86,7 +50,7 @@ async def create_response(request: Request) -> Response:
     if body.background and not body.stream:
         return await _queue(request, asked, inner, repeat)
     style = Style(
-        answer=lambda prepared: ResponseAnswer(_shape(prepared, asked)),
+        answer=lambda prepared: ResponseAnswer(response_store.shape_of(prepared, asked)),
         naming=response_requests.renamed,
         terms=_terms(services, asked),
         forget=not asked.store,
@@ -165,7 +129,7 @@ async def _queue(request: Request, asked: Asked, inner: ChatCompletionRequest, r
     entered = await services.entrance.enter(caller.tenant, prepared, repeat)
     prepared = entered.prepared
     await services.submitter.submit(prepared.envelopes, _terms(services, asked), keep=repeat is not None)
-    shape = _shape(prepared, asked)
+    shape = response_store.shape_of(prepared, asked)
     headers = {"x-ropeway-job-id": shape.job_id, **entered.headers}
     if entered.replayed:
         stored = await _stored(request, response_format.PREFIX + shape.job_id)
@@ -181,50 +145,9 @@ def _terms(services: Services, asked: Asked) -> Terms:
     return Terms(Lifetime(settings.deadline_s, settings.max_run_s, min(_UNSTORED_S, settings.retention_s)))
 
 
-def _shape(prepared: Prepared, asked: Asked) -> ResponseShape:
-    envelope = prepared.envelopes[0]
-    return ResponseShape(envelope.id, envelope.model, prepared.shape.created, asked, envelope.sampling)
-
-
-def _answer(stored: _Stored) -> Response:
+def _answer(stored: StoredResponse) -> Response:
     return Response(stored.body(), media_type=_JSON, headers={"x-ropeway-job-id": stored.view.id})
 
 
-async def _stored(request: Request, response_id: str) -> _Stored:
-    """A response, if it is the caller's and was stored.
-
-    Raises:
-        ResponseNotFoundError: it is not, or there is none.
-    """
-    caller, missing = caller_of(request), ResponseNotFoundError("no response has this id", param="response_id")
-    try:
-        view = await services_of(request).store.get(response_format.job_of(response_id))
-    except JobNotFoundError:
-        raise missing from None
-    if view.attachment is None or (caller.authenticated and view.envelope.tenant != caller.tenant):
-        raise missing
-    asked = response_requests.decode(view.attachment)
-    envelope = view.envelope
-    shape = ResponseShape(view.id, envelope.model, envelope.created_ms // 1000, asked, envelope.sampling)
-    ended = view.result is not None and view.status in FINAL_STATUSES
-    return _Stored(shape, view, decode(view.result, Result) if ended and view.result is not None else None)
-
-
-async def _conversation(request: Request, previous: str | None) -> list[Turn]:
-    """What was said up to and with a previous response.
-
-    Raises:
-        InvalidRequestError: there is no such response, or it has not ended well.
-    """
-    if previous is None:
-        return []
-    name = "previous_response_id"
-    try:
-        stored = await _stored(request, previous)
-    except ResponseNotFoundError:
-        raise InvalidRequestError(
-            f"{name}: no response has this id, or it has expired", param=name, code="previous_response_not_found"
-        ) from None
-    if stored.view.status != "completed":
-        raise InvalidRequestError(f"{name}: that response is {stored.view.status}", param=name)
-    return [*stored.shape.asked.conversation, Turn("assistant", stored.text)]
+async def _stored(request: Request, response_id: str) -> StoredResponse:
+    return await response_store.find(services_of(request).store, caller_of(request), response_id)
