@@ -14,6 +14,7 @@ import structlog
 
 from gateway.catalogue import WORKER_TTL_MS, Catalogue, Pool
 from shared.adapter_record import AdapterRecord, PendingLoad
+from shared.adapter_store import discard_upload, open_store
 from shared.adapters import Adapters
 from shared.errors import (
     AdapterError,
@@ -152,9 +153,10 @@ class AdapterDesk:
         pending = PendingLoad(
             version=0, source=order.source, pinned=order.pinned, since_ms=await self._adapters.clock_ms()
         )
-        record, began = await self._adapters.begin(
+        record, began, overtaken = await self._adapters.begin(
             order.name, pool.card.pool, pending, replace=order.replace, most=self._settings.max_adapters
         )
+        await self._drop_upload(overtaken)
         if began and record.pending is not None:
             log.info("adapter.load", adapter=order.name, version=record.pending.version, pool=pool.card.pool)
             await self._enqueue(record.name, record.pending)
@@ -192,6 +194,7 @@ class AdapterDesk:
         record = await self._adapters.remove(name) if NAME_PATTERN.fullmatch(name) else None
         if record is None:
             raise unknown_adapter(name)
+        await self._drop_upload(record.pending)
         log.info("adapter.unload", adapter=name, version=record.version, pool=record.pool)
         state = await self._state_of(record.pool)
         return state.in_flight[record.identity or ""]
@@ -199,9 +202,14 @@ class AdapterDesk:
     async def _enqueue(self, name: str, pending: PendingLoad) -> None:
         """Put the task into its queue; where that fails, a tasks process finds the record and does it."""
         try:
-            await asyncio.to_thread(self._task_queue().load_adapter, name, pending.version, pending.starts)
+            await asyncio.to_thread(self._task_queue().load_adapter, name, pending)
         except RopewayError as error:
             log.warning("adapter.task_not_queued", adapter=name, error=error.message)
+
+    async def _drop_upload(self, overtaken: PendingLoad | None) -> None:
+        """What a load that nobody waits for any more was to be made of goes at once, if it was uploaded."""
+        if overtaken is not None:
+            await asyncio.to_thread(discard_upload, overtaken.source, lambda: open_store(self._settings.adapter_store))
 
     def _task_queue(self) -> TaskQueue:
         if self._queue is None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final
+from contextlib import suppress
+from typing import Any, Final
 
 import msgspec
 
 from shared.errors import ProtocolError, VersionError
+from shared.keys import POOL_PATTERN
+from shared.lora.files import IDENTITY_PATTERN
 from shared.protocol import WIRE_VERSION
 
 #: Bytes of one record.
@@ -113,3 +116,22 @@ def decode_record(data: bytes) -> AdapterRecord:
     if record.v != WIRE_VERSION:
         raise VersionError(f"AdapterRecord has wire version {record.v}, this process speaks {WIRE_VERSION}")
     return record
+
+
+def salvage(name: str, data: bytes) -> AdapterRecord:
+    """What can be told of a record that does not read, so that it can be forgotten: pool and content, if anything.
+
+    Without them its pool is empty, and its content none.
+    """
+    fields: Any = None
+    with suppress(msgspec.DecodeError, RecursionError, ValueError):
+        fields = msgspec.msgpack.decode(data)
+    fields = fields if isinstance(fields, dict) else {}
+    pool, content = fields.get("pool"), fields.get("content")
+    identity = content.get("identity") if isinstance(content, dict) else None
+    known = IDENTITY_PATTERN.fullmatch(identity) if isinstance(identity, str) else None
+    return AdapterRecord(
+        name=name,
+        pool=pool if isinstance(pool, str) and POOL_PATTERN.match(pool) else "",
+        content=None if known is None else Content(identity=known[0], rank=0, bytes=0),
+    )

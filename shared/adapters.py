@@ -9,13 +9,13 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import structlog
 
 from shared import adapter_calls, keys
-from shared.adapter_record import AdapterRecord, Content, PendingLoad, decode_record
+from shared.adapter_record import AdapterRecord, Content, PendingLoad, decode_record, salvage
 from shared.errors import (
     ConflictError,
     InvalidRequestError,
@@ -38,6 +38,19 @@ _ROUNDS: Final = 100
 
 #: Of a record as it is, the one that is to be; None for no record.
 Change = Callable[[AdapterRecord | None], AdapterRecord | None]
+
+
+class Begun(NamedTuple):
+    """A load that was asked for.
+
+    Attributes:
+        began: whether this call began it: not where one of the same source is under way already.
+        overtaken: the load whose place it has taken.
+    """
+
+    record: AdapterRecord
+    began: bool
+    overtaken: PendingLoad | None
 
 
 class AdapterLoadedError(InvalidRequestError):
@@ -83,26 +96,23 @@ class Adapters(JobStore):
 
     async def begin(
         self, name: str, pool: str, pending: PendingLoad, *, replace: bool, most: int = MAX_NAMES
-    ) -> tuple[AdapterRecord, bool]:
+    ) -> Begun:
         """Note that a load is asked for. While it is under way, and if it fails, what the name stands for goes on.
 
         Args:
             pending: `version` is set here.
             replace: also where the name has a content already, or another load under way.
 
-        Returns:
-            The record, and whether this call began a load: False where one of the same source is under way already.
-
         Raises:
             AdapterLoadedError: the name has a content.
             ConflictError: it belongs to another pool, or another load is under way.
             OverloadedError: there are `most` names.
         """
-        began = False
+        began, overtaken = False, None
 
         def change(held: AdapterRecord | None) -> AdapterRecord:
-            nonlocal began
-            began = False
+            nonlocal began, overtaken
+            began, overtaken = False, None
             if held is None:
                 held = AdapterRecord(name=name, pool=pool, created_ms=pending.since_ms)
             _check_pool(held, pool)
@@ -116,7 +126,7 @@ class Adapters(JobStore):
                 )
             if held.pending is not None and not replace:
                 raise ConflictError(f"another load of adapter '{name}' is under way", param="lora_name")
-            began = True
+            began, overtaken = True, held.pending
             return msgspec.structs.replace(
                 held,
                 pool=pool,
@@ -126,7 +136,7 @@ class Adapters(JobStore):
 
         record = await self._change(name, change, most)
         assert record is not None
-        return record, began
+        return Begun(record, began, overtaken)
 
     async def restart(self, name: str, version: int, since_ms: int) -> PendingLoad | None:
         """Count that a load is begun anew; None where it is not under way any more."""
@@ -190,16 +200,19 @@ class Adapters(JobStore):
         return done
 
     async def remove(self, name: str) -> AdapterRecord | None:
-        """Forget a name: at once for new jobs. Answers the record that it had; None: there was none."""
+        """Forget a name: at once for new jobs. Answers the record that it had; None: there was none.
+
+        Of a record that does not read, what of it does is answered.
+        """
         removed: AdapterRecord | None = None
-
-        def change(held: AdapterRecord | None) -> AdapterRecord | None:
-            nonlocal removed
-            removed = held or removed
-            return None
-
-        await self._change(name, change)
-        return removed
+        for _ in range(_ROUNDS):
+            data: bytes = await self._ask("HGET", keys.adapters("names"), name) or b""
+            if not data:
+                return removed
+            removed = _decoded(name, data, strict=False) or salvage(name, data)
+            if await self._run(adapter_calls.write(name, data, removed, None, 0)) == 1:
+                return removed
+        raise _restless(name)
 
     async def forget_drained(self, record: AdapterRecord) -> None:
         """No job pins any more what an unloaded name stood for."""
@@ -275,7 +288,11 @@ class Adapters(JobStore):
                 return wanted
             if code == 2:
                 raise OverloadedError(f"{most} adapters are registered, no more are allowed (max_adapters)")
-        raise ServiceUnavailableError(f"adapter '{name}' is being changed all the time", retry_after=1.0)
+        raise _restless(name)
+
+
+def _restless(name: str) -> ServiceUnavailableError:
+    return ServiceUnavailableError(f"adapter '{name}' is being changed all the time", retry_after=1.0)
 
 
 def _loading_key(name: str, version: int) -> str:
@@ -293,15 +310,19 @@ def _is_pending(held: AdapterRecord, version: int) -> bool:
     return held.pending is not None and held.pending.version == version
 
 
-def _decoded(name: str, data: bytes) -> AdapterRecord | None:
-    """A record that is to be changed; one that does not read is as none, so that an operator can load the name anew."""
+def _decoded(name: str, data: bytes, *, strict: bool = True) -> AdapterRecord | None:
+    """A record that is to be changed; one that does not read is as none, so that an operator can load the name anew.
+
+    Raises:
+        VersionError: it is of another version; only where that is to be heard of (`strict`).
+    """
     if not data:
         return None
     try:
         return decode_record(data)
-    except VersionError:
-        raise
     except ProtocolError as error:
+        if strict and isinstance(error, VersionError):
+            raise
         log.error("adapters.record_unreadable", name=name, error=error.message)
         return None
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import redis
 
+from shared.adapter_record import PendingLoad
 from shared.connect import connect_sync
 from shared.errors import InvalidRequestError
 from shared.redis_errors import TROUBLE, typed
@@ -44,9 +45,10 @@ def tasks_url(settings: AdapterSettings) -> str:
     return url
 
 
-def task_id(name: str, version: int, starts: int) -> str:
-    """The id of the task that loads a version of a name; `starts`: how often it was begun anew before."""
-    return f"adapter-{hashlib.blake2b(name.encode(), digest_size=12).hexdigest()}-{version}-{starts}"
+def task_id(name: str, pending: PendingLoad) -> str:
+    """The id of the task of a load. Versions begin anew with each first load of a name: so the time is in it."""
+    digest = hashlib.blake2b(name.encode(), digest_size=12).hexdigest()
+    return f"adapter-{digest}-{pending.version}-{pending.starts}-{pending.since_ms}"
 
 
 def batch_task_id(batch: str, number: int) -> str:
@@ -66,9 +68,9 @@ class TaskQueue:
         self._url, self._timeout_s = url, timeout_s
         self._opened: Queue | None = None
 
-    def load_adapter(self, name: str, version: int, starts: int) -> None:
+    def load_adapter(self, name: str, pending: PendingLoad) -> None:
         """Have a load begun that the name's record tells of. A task that is there already is not put there again."""
-        self._put(LOAD_ADAPTER, (name, version), task_id(name, version, starts), "load an adapter")
+        self._put(LOAD_ADAPTER, (name, pending.version), task_id(name, pending), "load an adapter")
 
     def run_batch(self, batch: str, number: int) -> None:
         """Have a batch gone on with. A task of the same number that is there already is not put there again."""
@@ -96,9 +98,9 @@ class TaskQueue:
         except TROUBLE as error:
             raise typed(error) from error
 
-    def waits(self, name: str, version: int, starts: int) -> bool:
+    def waits(self, name: str, pending: PendingLoad) -> bool:
         """Whether a load's task is still to be begun, or to be tried again later."""
-        return self._waits(task_id(name, version, starts))
+        return self._waits(task_id(name, pending))
 
     def batch_waits(self, batch: str, number: int) -> bool:
         """Whether a batch's task is still to be begun, or to be tried again later."""
@@ -112,13 +114,23 @@ class TaskQueue:
             raise typed(error) from error
 
     def _waits(self, job_id: str) -> bool:
-        from rq.job import JobStatus
+        """What a task says of itself may be half of the truth: what it waits in is looked at, too."""
+        from rq.intermediate_queue import IntermediateQueue
+        from rq.job import Job, JobStatus
 
         try:
-            status = self._queue().connection.hget(f"rq:job:{job_id}", "status")
+            with queue.connection.pipeline() as pipeline:
+                pipeline.hget(Job.key_for(job_id), "status")
+                pipeline.lpos(queue.key, job_id)
+                pipeline.lpos(IntermediateQueue.get_intermediate_queue_key(queue.key), job_id)
+                pipeline.zscore(queue.scheduled_job_registry.key, job_id)
+                status, queued, taken, due = pipeline.execute()
         except TROUBLE as error:
+        queue = self._queue()
             raise typed(error) from error
-        return status in (JobStatus.QUEUED.value.encode(), JobStatus.SCHEDULED.value.encode())
+        if status == JobStatus.QUEUED.value.encode():
+            return queued is not None or taken is not None
+        return status == JobStatus.SCHEDULED.value.encode() and due is not None
 
     def close(self) -> None:
         """Close the connections."""

@@ -10,17 +10,16 @@ import uuid
 from typing import Final
 
 import structlog
-from rq.scheduler import RQScheduler
 
 from shared.adapter_record import AdapterRecord, PendingLoad
-from shared.adapter_store import AdapterStore
+from shared.adapter_store import AdapterStore, discard_upload
 from shared.adapters import Adapters
 from shared.errors import RopewayError
 from shared.redis_errors import TROUBLE
 from shared.task_queue import TaskQueue
 from tasks.batch_keeper import BatchKeeper
 from tasks.metrics import TasksMetrics
-from tasks.rq_worker import drop_foreign
+from tasks.scheduler import TaskScheduler
 
 _log = structlog.stdlib.get_logger("tasks.keeper")
 
@@ -34,13 +33,20 @@ _TIDY_ROUNDS: Final = 12
 _LEFTOVER_S: Final = 24 * 3600.0
 #: Rounds that may be missed before this process counts as gone.
 _MISSED: Final = 4
+#: Seconds that a round may take without anybody else at its work.
+_SLOW_ROUND_S: Final = 5.0
+
+
+def lock_s(every_s: float) -> float:
+    """Seconds after which another process puts tasks back into the queue, given the seconds between rounds."""
+    return _MISSED * every_s / 2 + _SLOW_ROUND_S
 
 
 class Keeper:
     """One of the keepers of a deployment.
 
     Args:
-        scheduler: of RQ; puts tasks back into the queue whose time has come.
+        scheduler: puts tasks back into the queue whose time has come.
         every_s: seconds between rounds.
         retention_s: how long contents stay in the store that no name points to.
     """
@@ -50,7 +56,7 @@ class Keeper:
         adapters: Adapters,
         store: AdapterStore,
         queue: TaskQueue,
-        scheduler: RQScheduler,
+        scheduler: TaskScheduler,
         metrics: TasksMetrics,
         batches: BatchKeeper,
         *,
@@ -85,7 +91,7 @@ class Keeper:
     async def round(self) -> None:
         """Look once, unless another keeper does."""
         await self._adapters.tasks_alive(_MISSED * self._every_s + _ABANDONED_S)
-        await asyncio.to_thread(self._schedule)
+        await asyncio.to_thread(self._scheduler.queue_due)
         if not await self._adapters.lock_keeper(self._name, 0.9 * self._every_s):
             return
         records = await self._adapters.records()
@@ -107,21 +113,10 @@ class Keeper:
         await asyncio.to_thread(self._store.sweep, _LEFTOVER_S)
         await self._batches.tidy()
 
-    def _schedule(self) -> None:
-        """The queue's scheduler is whoever has its lock."""
-        self._scheduler.acquire_locks()  # type: ignore[no-untyped-call]
-        try:
-            self._scheduler.enqueue_scheduled_jobs()  # type: ignore[no-untyped-call]
-        except TROUBLE:
-            raise
-        except Exception:  # noqa: BLE001 - bytes of anybody may fail in any way, and must not hold up all else
-            _log.exception("scheduled tasks do not read")
-            drop_foreign(self._scheduler.connection)
-
     async def _look_after(self, record: AdapterRecord, pending: PendingLoad) -> None:
         """Begin a load anew that nobody is at, or give it up."""
-        load = (record.name, pending.version, pending.starts)
-        if await self._adapters.is_loading(*load[:2]) or await asyncio.to_thread(self._queue.waits, *load):
+        name, load = record.name, (record.name, pending.version, pending.starts)
+        if await self._adapters.is_loading(*load[:2]) or await asyncio.to_thread(self._queue.waits, name, pending):
             self._missed.pop(load, None)
             return
         if time.monotonic() - self._missed.setdefault(load, time.monotonic()) < _ABANDONED_S:
@@ -129,15 +124,16 @@ class Keeper:
         del self._missed[load]
         if pending.starts >= _MOST_STARTS:
             why = f"the load was given up: the process that was at it died {pending.starts + 1} times"
-            await self._adapters.fail(record.name, pending.version, why)
-            _log.error("load given up", adapter=record.name, version=pending.version)
+            await self._adapters.fail(name, pending.version, why)
+            await asyncio.to_thread(discard_upload, pending.source, lambda: self._store)
+            _log.error("load given up", adapter=name, version=pending.version)
             return
         now = await self._adapters.clock_ms()
-        again = await self._adapters.restart(record.name, pending.version, now)
+        again = await self._adapters.restart(name, pending.version, now)
         if again is not None:
-            await asyncio.to_thread(self._queue.load_adapter, record.name, again.version, again.starts)
+            await asyncio.to_thread(self._queue.load_adapter, name, again)
             self._metrics.restarted.inc()
-            _log.warning("load begun anew", adapter=record.name, version=again.version, starts=again.starts)
+            _log.warning("load begun anew", adapter=name, version=again.version, starts=again.starts)
 
     async def _forget_drained(self) -> None:
         for record in await self._adapters.drained():

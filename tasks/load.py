@@ -11,7 +11,7 @@ from typing import Final
 import structlog
 
 from shared.adapter_record import Content, PendingLoad
-from shared.adapter_store import AdapterStore
+from shared.adapter_store import AdapterStore, discard_upload
 from shared.adapters import Adapters
 from shared.errors import AdapterError, RopewayError, ServiceUnavailableError
 from shared.lora.check import check_adapter
@@ -82,7 +82,7 @@ async def load(
         _log.exception("load failed", adapter=name, version=version)
         await _failed(adapters, name, version, "an internal error; the log of the tasks process has it")
     if pending is not None:
-        await _drop_upload(store, pending)
+        await asyncio.to_thread(discard_upload, pending.source, lambda: store)
 
 
 async def _content(
@@ -157,13 +157,3 @@ async def _put_off(adapters: Adapters, name: str, version: int, why: str) -> Non
         await adapters.put_off(name, version, why)
     except RopewayError as error:
         _log.warning("cannot note why a load is tried again", adapter=name, error=error.message)
-
-
-async def _drop_upload(store: AdapterStore, pending: PendingLoad) -> None:
-    """An upload is of no use any more; what is left of it goes with the next sweep."""
-    source = parse_source(pending.source, uploads=True)
-    if source.kind == "upload":
-        try:
-            await asyncio.to_thread(store.drop_upload, source.where)
-        except ServiceUnavailableError as error:
-            _log.warning("upload not deleted", error=error.message)

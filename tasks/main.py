@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import redis
 import structlog
-from rq.scheduler import RQScheduler
 from rq.serializers import JSONSerializer
 
 from shared.adapter_store import open_store
@@ -29,9 +28,10 @@ from shared.settings import TasksSettings
 from shared.task_queue import QUEUE, TaskQueue, tasks_url
 from tasks.batch_keeper import BatchKeeper
 from tasks.jobs import configure
-from tasks.keeper import Keeper
+from tasks.keeper import Keeper, lock_s
 from tasks.metrics import TasksMetrics
 from tasks.rq_worker import TaskQueueOfWorker, TaskWorker
+from tasks.scheduler import TaskScheduler
 
 _log = structlog.stdlib.get_logger("tasks.main")
 
@@ -138,13 +138,7 @@ class Tasks:
                 Adapters(client),
                 self._store,
                 sender,
-                RQScheduler(
-                    [QUEUE],
-                    connection=self._connection(),
-                    serializer=JSONSerializer,
-                    interval=1,
-                    logging_level=self._log_level,
-                ),
+                TaskScheduler(self._connection(), lock_s(settings.adapter_sweep_s), self._log_level),
                 self._metrics,
                 BatchKeeper(Batches(client), self._files, sender, settings.files_retention_s),
                 every_s=settings.adapter_sweep_s,

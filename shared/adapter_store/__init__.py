@@ -12,9 +12,13 @@ from pathlib import Path
 
 from shared.adapter_store.base import AdapterStore
 from shared.adapter_store.local import FolderStore
+from shared.adapter_store.uploads import discard_upload
 from shared.errors import StoreUnavailableError
 
-__all__ = ["AdapterStore", "FolderStore", "StoreUnavailableError", "default_store", "open_store", "user_cache_dir"]
+__all__ = [
+    "AdapterStore", "FolderStore", "StoreUnavailableError", "default_store", "discard_upload", "open_store",
+    "user_cache_dir",
+]  # fmt: skip
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)")
 

@@ -64,10 +64,10 @@ async def prepare(client: AsyncClient) -> None:
 async def ask(adapters: Adapters, url: str, source: str, name: str = "x") -> int:
     """Ask for a load as a gateway does; answers its version."""
     pending = PendingLoad(version=0, source=source, since_ms=await adapters.clock_ms())
-    record, began = await adapters.begin(name, MODEL, pending, replace=True)
+    record, began, _ = await adapters.begin(name, MODEL, pending, replace=True)
     assert began and record.pending is not None
     queue = TaskQueue(url, 600)
-    await asyncio.to_thread(queue.load_adapter, name, record.pending.version, 0)
+    await asyncio.to_thread(queue.load_adapter, name, record.pending)
     queue.close()
     return record.pending.version
 

@@ -173,6 +173,21 @@ async def test_a_name_that_is_in_use_leaves_no_upload(
                 await asyncio.sleep(0.02)
 
 
+async def test_what_was_uploaded_for_a_load_that_nobody_waits_for_is_gone_at_once(
+    gateway: Gateway, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    """No tasks process is there to find out."""
+    kept = []
+    for _ in range(3):
+        data = {"lora_name": "sql", "load_inplace": "true"}
+        assert (await gateway.http.post("/v1/adapters", data=data, files=form(files))).status_code == 202
+        (folder,) = {path.parent for path in uploads(tmp_path)}
+        kept.append(folder)
+    assert len(set(kept)) == 3, "each time the newest"
+    assert (await gateway.http.delete("/v1/adapters/sql")).status_code == 200
+    assert uploads(tmp_path) == []
+
+
 @pytest.mark.parametrize("size", [100, 90_000], ids=["found out on closing", "found out on writing"])
 async def test_a_full_disk_is_told_and_leaves_nothing(
     gateway: Gateway, files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int

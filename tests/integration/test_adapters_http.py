@@ -404,7 +404,7 @@ async def test_states_come_from_workers(gateway: Gateway, folder: Path) -> None:
 
 async def test_a_load_that_is_tried_again_says_why(gateway: Gateway) -> None:
     adapters = gateway.services.adapters._adapters
-    record, _ = await adapters.begin("sql", MODEL, PendingLoad(version=0, source="hf:org/sql"), replace=False)
+    record, *_ = await adapters.begin("sql", MODEL, PendingLoad(version=0, source="hf:org/sql"), replace=False)
     await adapters.loading("sql", 1, 600)  # somebody is at it, for all that the tasks process knows
     await adapters.put_off("sql", 1, "lora_path: the hub is not available")
     await adapters.put_off("sql", 2, "another load's")

@@ -234,7 +234,7 @@ class Harness:
         """Have a name stand for a content from now on, as a load does."""
         adapters = Adapters(self._commands)
         load = PendingLoad(version=0, source="test", pinned=pinned)
-        record, _ = await adapters.begin(name, POOL, load, replace=True)
+        record, *_ = await adapters.begin(name, POOL, load, replace=True)
         assert record.pending is not None
         assert await adapters.finish(name, record.pending.version, Content(identity=identity, rank=4, bytes=1), 1)
 

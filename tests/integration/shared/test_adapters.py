@@ -40,7 +40,7 @@ def adapters(commands: AsyncClient) -> Adapters:
 
 async def loaded(adapters: Adapters, name: str = "x", identity: str = A, **more: Any) -> AdapterRecord:
     """A name that stands for a content."""
-    record, _ = await adapters.begin(name, POOL, load(identity, **more), replace=True)
+    record, *_ = await adapters.begin(name, POOL, load(identity, **more), replace=True)
     assert record.pending is not None
     assert await adapters.finish(name, record.pending.version, content(identity), 9)
     held = await adapters.find(name)
@@ -50,7 +50,7 @@ async def loaded(adapters: Adapters, name: str = "x", identity: str = A, **more:
 
 async def test_from_the_first_load_to_the_end(adapters: Adapters) -> None:
     assert await adapters.find("x") is None and await adapters.revision() == 0
-    record, began = await adapters.begin("x", POOL, load(pinned=True), replace=False)
+    record, began, _ = await adapters.begin("x", POOL, load(pinned=True), replace=False)
     assert began and record.content is None
     assert record.pending == PendingLoad(version=1, source="/a", pinned=True, since_ms=5)
     assert await adapters.finish("x", 1, content(), 9)
@@ -73,7 +73,7 @@ async def test_a_name_in_use_is_replaced_only_on_request(adapters: Adapters) -> 
     await loaded(adapters)
     with pytest.raises(AdapterLoadedError, match="already been loaded"):
         await adapters.begin("x", POOL, load("/b"), replace=False)
-    record, began = await adapters.begin("x", POOL, load("/b"), replace=True)
+    record, began, _ = await adapters.begin("x", POOL, load("/b"), replace=True)
     assert began and record.identity == A, "what it stands for goes on serving"
     assert await adapters.finish("x", 2, content(B), 10)
     held = await adapters.find("x")
@@ -89,6 +89,15 @@ async def test_a_reload_that_fails_keeps_what_was_there_and_says_why(adapters: A
     assert unstamped(held) == unstamped(msgspec.structs.replace(before, error="broken", next_version=3))
     after = await loaded(adapters)
     assert after.error is None and after.version == 3
+
+
+async def test_who_takes_the_place_of_a_load_is_told_of_it(adapters: Adapters) -> None:
+    assert (await adapters.begin("x", POOL, load("/a"), replace=True)).overtaken is None
+    assert (await adapters.begin("x", POOL, load("/a"), replace=True)).overtaken is None
+    overtaken = (await adapters.begin("x", POOL, load("/b"), replace=True)).overtaken
+    assert overtaken is not None and (overtaken.source, overtaken.version) == ("/a", 1)
+    assert await adapters.fail("x", 2, "broken")
+    assert (await adapters.begin("x", POOL, load("/c"), replace=True)).overtaken is None
 
 
 async def test_an_error_as_long_as_a_file_is_cut(adapters: Adapters) -> None:
@@ -117,8 +126,8 @@ async def test_a_load_that_was_overtaken_changes_nothing(adapters: Adapters) -> 
 
 async def test_one_flight_for_many_who_ask_for_the_same(adapters: Adapters) -> None:
     answers = await asyncio.gather(*(adapters.begin("x", POOL, load("/a"), replace=True) for _ in range(50)))
-    assert sum(began for _, began in answers) == 1
-    assert {record.pending.version for record, _ in answers if record.pending} == {1}
+    assert sum(answer.began for answer in answers) == 1
+    assert {record.pending.version for record, *_ in answers if record.pending} == {1}
     pending = await adapters.restart("x", 1, 77)
     assert pending is not None and (pending.starts, pending.since_ms) == (1, 77)
 
@@ -136,10 +145,10 @@ async def test_a_name_belongs_to_one_pool(adapters: Adapters) -> None:
     with pytest.raises(ConflictError, match=f"belongs to the base model {POOL}"):
         await adapters.begin("x", "other", load(), replace=True)
     await adapters.remove("x")
-    record, _ = await adapters.begin("x", "other", load(), replace=True)
+    record, *_ = await adapters.begin("x", "other", load(), replace=True)
     assert record.pool == "other"
     await adapters.fail("x", 1, "broken")
-    record, _ = await adapters.begin("x", POOL, load(), replace=False)
+    record, *_ = await adapters.begin("x", POOL, load(), replace=False)
     assert record.pool == POOL, "a name that never stood for anything is free"
 
 
@@ -227,3 +236,20 @@ async def test_a_record_that_does_not_read_hides_no_other_and_can_be_replaced(ad
     with pytest.raises(VersionError):
         await adapters.begin("new", POOL, load(), replace=True)
     assert (await loaded(adapters, "bad", B)).identity == B
+
+
+async def test_a_record_that_does_not_read_can_be_unloaded(adapters: Adapters, client: Any) -> None:
+    """And what of it does read is not lost: its content drains, and is deleted from the store one day."""
+    names = keys.adapters("names")
+    newer = encode_record(AdapterRecord(v=2, name="newer", pool=POOL, version=3, content=content(B)))
+    strange = msgspec.msgpack.encode({"pool": POOL, "content": {"identity": A}, "version": "three"})
+    foreign = msgspec.msgpack.encode({"pool": "../..", "content": {"identity": "../../etc"}})
+    records = {"bytes": b"\xc1", "text": b"hello", "newer": newer, "strange": strange, "foreign": foreign}
+    for name, data in records.items():
+        await client.hset(names, name, data)
+        removed = await adapters.remove(name)
+        assert removed is not None and removed.name == name
+        assert removed.pool == (POOL if name in ("newer", "strange") else "")
+        assert await adapters.find(name) is None and await adapters.remove(name) is None
+    assert [(record.name, record.identity) for record in await adapters.drained()] == [("newer", B), ("strange", A)]
+    assert (await adapters.unused(await adapters.clock_ms())).keys() == {A, B}

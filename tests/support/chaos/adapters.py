@@ -118,7 +118,7 @@ class ChaosAdapters:
 
     async def _point(self, name: str, identity: str) -> None:
         load = PendingLoad(version=0, source="chaos")
-        record, _ = await self._registry.begin(name, self._pool, load, replace=True)
+        record, *_ = await self._registry.begin(name, self._pool, load, replace=True)
         if record.pending is None:
             raise RuntimeError("a load that was begun is not under way")
         content = Content(identity=identity, rank=4, bytes=1)
