@@ -38,7 +38,7 @@ POOL, SEQS, STEP_MS = "sim", 8, 20.0
 SPEED = 60
 #: Seconds of the chart's `drainSeconds`, sped up likewise.
 GRACE_S = 0.5
-KEY = "autoscaler"
+KEY, CLIENT_KEY = "autoscaler", "client"
 #: Between two looks of this stand-in at its processes.
 TICK_S = 0.05
 #: Seconds that anything may take before it counts as failed.
@@ -223,8 +223,8 @@ async def play(stack: Stack, plan: Plan) -> Outcome:
 
 
 async def _story(stack: Stack, plan: Plan, cluster: Cluster, outcome: Outcome) -> None:
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=stack.url, timeout=PATIENCE_S, limits=limits) as http:
+    limits, headers = httpx.Limits(max_connections=None), {"authorization": f"Bearer {CLIENT_KEY}"}
+    async with httpx.AsyncClient(base_url=stack.url, headers=headers, timeout=PATIENCE_S, limits=limits) as http:
         await until("the first worker", lambda: cluster.workers == 1)
         await until("the pool's card", lambda: any(m.load.get("known") for m in outcome.moments) or _known(stack))
         await until("sleep after the first worker", lambda: cluster.workers == 0)
@@ -263,7 +263,7 @@ def run(plan: Plan) -> Outcome:
     """Start everything, play, stop everything."""
     settings = {"engine": "sim", "sim_step_ms": STEP_MS, "max_num_seqs": SEQS, "lanes": 4, "grace_s": GRACE_S}
     with Stack(**settings, heartbeat_s=0.5, clean=True) as stack:  # type: ignore[arg-type]
-        stack.start_gateway(pools=[POOL], metrics_key=KEY)
+        stack.start_gateway(pools=[POOL], metrics_key=KEY, api_keys=[CLIENT_KEY])
         stack.wait_ready()
         return asyncio.run(play(stack, plan))
 

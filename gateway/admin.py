@@ -1,58 +1,48 @@
-"""Who may load and unload adapters."""
+"""Who may load and unload adapters where no keys are asked for, and who is shown where they came from."""
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
-from gateway.admission import bearer_token
-from shared.errors import AuthenticationError, PermissionDeniedError
+from shared.errors import PermissionDeniedError
 from shared.settings import GatewaySettings
 
 
-class AdminKeys:
-    """The keys that may. Without any, everyone may where no API keys are asked for and only this machine gets here.
+class Admins:
+    """Administrators. Where keys are asked for, their scopes say who is one (see `gateway.scopes`); else it is everyone
+    where only this machine gets here.
 
-    Then a page that a browser on this machine shows could too: its script may send forms to any address, and give a
-    name of its own the address of this machine. So what comes from a page, or under another name, is refused.
+    Then a page that a browser on this machine shows could be one too: its script may send forms to any address, and
+    give a name of its own the address of this machine. So what comes from a page, or under another name, is refused.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
-        self._keys = [key.get_secret_value().encode() for key in settings.admin_api_keys]
-        self._open = not settings.api_keys and _is_loopback(settings.host)
+        self._local = _is_loopback(settings.host)
 
     def check(self, request: Request) -> None:
-        """Let an administrator pass. Every key is compared, each in constant time.
+        """Let an administrator pass where no keys are asked for.
 
         Raises:
-            AuthenticationError: there is no key.
-            PermissionDeniedError: it is none of an administrator's, or there are none.
+            PermissionDeniedError: others than this machine get here, or it comes from a page.
         """
-        if not self._keys:
-            if self._open:
-                _check_no_page(request)
-                return
+        if not self._local:
             raise PermissionDeniedError(
                 "Adapters cannot be changed here: set ROPEWAY_ADMIN_API_KEYS, and send one of those keys",
                 code="admin_key_required",
             )
-        given = bearer_token(request.headers.get("authorization"))
-        if given is None:
-            raise AuthenticationError("An administrator's key is needed: Authorization: Bearer <key>")
-        matches = [hmac.compare_digest(given, key) for key in self._keys]  # all of them: time must not tell which
-        if not any(matches):
-            raise PermissionDeniedError(
-                "This key may not change adapters; one of ROPEWAY_ADMIN_API_KEYS may", code="admin_key_required"
-            )
+        _check_no_page(request)
 
     def is_admin(self, request: Request) -> bool:
-        """Whether `check` would pass."""
+        """Whether a request is an administrator's."""
+        state = request.scope.get("state", {})
+        if state.get("authenticated"):
+            return "admin" in state["scopes"]
         try:
             self.check(request)
-        except (AuthenticationError, PermissionDeniedError):
+        except PermissionDeniedError:
             return False
         return True
 

@@ -1,65 +1,26 @@
-"""Who may ask, and what may be queued: API keys, the rule for lengths, and the envelopes of a request."""
+"""What may be queued: who asks, the rule for lengths, and the envelopes of a request."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
-import hmac
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.catalogue import Pool
+from gateway.keyring import ANONYMOUS
 from gateway.sampling import DEFAULT_COMPLETION_TOKENS, draw_seed
 from gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from gateway.served import Served
 from shared import keys
-from shared.errors import AuthenticationError, ContextLengthExceededError, InvalidRequestError
+from shared.errors import ContextLengthExceededError, InvalidRequestError
 from shared.keys import JobId
 from shared.protocol import Envelope, JobClass
 from shared.sampling import SamplingParams
 
-ANONYMOUS = "default"
 #: Candidates of all prompts that one answer may hold: about 17 MB of JSON, made from 110 MB of memory.
 MAX_PROMPT_CANDIDATES = 2**18
-
-
-def bearer_token(authorization: str | None) -> bytes | None:
-    """The key of an `Authorization` header, as its bytes came; None without one."""
-    scheme, _, token = (authorization or "").partition(" ")
-    if scheme.lower() != "bearer" or not token.strip():
-        return None
-    return token.strip().encode("latin-1", "replace")
-
-
-class Keyring:
-    """The accepted API keys; without any, everyone is let in."""
-
-    def __init__(self, api_keys: Sequence[str]) -> None:
-        self._keys = [key.encode() for key in api_keys]
-
-    @property
-    def required(self) -> bool:
-        """Whether a key is asked for."""
-        return bool(self._keys)
-
-    def tenant(self, authorization: str | None) -> str:
-        """The tenant behind an `Authorization` header.
-
-        Every key is compared, each in constant time.
-
-        Raises:
-            AuthenticationError: none, or an unknown one.
-        """
-        if not self._keys:
-            return ANONYMOUS
-        given = bearer_token(authorization)
-        if given is None:
-            raise AuthenticationError("An API key is needed: Authorization: Bearer <key>")
-        matches = [hmac.compare_digest(given, key) for key in self._keys]  # all of them: time must not tell which
-        if not any(matches):
-            raise AuthenticationError("This API key is not known")
-        return f"key-{hashlib.blake2b(given, digest_size=8).hexdigest()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +32,24 @@ class Caller:
         authenticated: whether there was one: then prefix caches of tenants are kept apart.
         request_id: the client's X-Request-Id, echoed only.
         trace: W3C trace context, passed on.
+        key: public id of the key, under which usage counts; empty without one.
     """
 
     tenant: str = ANONYMOUS
     authenticated: bool = False
     request_id: str | None = None
     trace: dict[str, str] | None = None
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class JobOptions:
-    """What of a job is not in its request."""
+    """What of a job is not in its request; `weight` is its tenant's."""
 
     job_class: JobClass
     flush_ms: int
     metadata: dict[str, str]
+    weight: float = 1.0
 
 
 def fit(request: GenerationRequest, params: SamplingParams, prompt: list[int], pool: Pool) -> tuple[list[int], int]:
@@ -203,6 +167,8 @@ def envelopes(
                 metadata=options.metadata,
                 trace=caller.trace or {},
                 created_ms=created,
+                key=caller.key,
+                weight=options.weight,
             )
         )
     return result

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 
 import structlog
 from fastapi import FastAPI
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
-from gateway import cors, docs, errors
+from gateway import cors, docs, errors, scopes
+from gateway.access import Gate, keys_required
 from gateway.adapter_desk import AdapterDesk
-from gateway.admin import AdminKeys
-from gateway.admission import Keyring
+from gateway.admin import Admins
+from gateway.authentication import Authentication
 from gateway.batch_desk import BatchDesk
 from gateway.callbacks import Callbacks
 from gateway.catalogue import Catalogue
@@ -26,11 +27,25 @@ from gateway.idempotency import Idempotency
 from gateway.limits import Limiter, PoolLimits
 from gateway.load import PoolLoads
 from gateway.metrics import GatewayMetrics
-from gateway.middleware import ADAPTERS, FILES, FORM_BYTES, Authentication, BodyLimit, RequestScope
+from gateway.middleware import ADAPTERS, FILES, FORM_BYTES, BodyLimit, RequestScope
+from gateway.policies import Policies
 from gateway.pool_metrics import PoolCollector
 from gateway.pool_state import PoolStates
 from gateway.preparation import Preparer
-from gateway.routes import adapters, batches, chat, completions, files, health, jobs, models, pools, responses, tokenize
+from gateway.routes import (
+    adapters,
+    batches,
+    chat,
+    completions,
+    files,
+    health,
+    jobs,
+    models,
+    pools,
+    responses,
+    tokenize,
+    usage,
+)
 from gateway.schemas import MAX_DEADLINE_S, MAX_DELAY_S
 from gateway.served import Directory
 from gateway.services import Services
@@ -38,13 +53,15 @@ from gateway.stream_tokens import StreamTokens
 from gateway.submission import Submitter
 from gateway.sweeper import Sweeper
 from gateway.tenant_queue import TenantQueues
+from shared import keys
+from shared.access import Access
 from shared.adapters import Adapters
 from shared.address_guard import AddressGuard
 from shared.batches import Batches
 from shared.calls import AsyncClient
 from shared.connect import connect, connect_pubsub
 from shared.job_index import JobIndex
-from shared.jobs import LaneLimits, Lifetime, QueuedLimits, RateLimits, ReplicaWait
+from shared.jobs import LaneLimits, Lifetime, ReplicaWait
 from shared.jobstore import JobStore
 from shared.redis_url import mask
 from shared.secret_store import SecretStore
@@ -53,6 +70,7 @@ from shared.tasks import cancel_all
 from shared.tenants import Tenants
 from shared.tracing import Tracing, open_tracing
 from shared.upkeep import Upkeep
+from shared.usage import UsageStore
 from shared.webhooks import Webhooks
 
 log = structlog.get_logger(__name__)
@@ -89,27 +107,21 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         telemetry={"tracing": False, "metrics": False, "logs": False},
         redoc_url=None,
     )
-    for room in (chat, completions, responses, tokenize, models, adapters, files, batches, jobs, pools, health):
+    for room in (chat, completions, responses, tokenize, models, adapters, files, batches, jobs, pools, usage, health):
         app.include_router(room.router)
-        metrics.routes(
-            (method, route.path)
-            for route in room.router.routes
-            if isinstance(route, Route)
-            for method in route.methods or ()
-        )
+        metrics.routes(_routes(room.router.routes))
+        scopes.check_complete(_routes(room.router.routes))
     errors.install(app)
     docs.install(app)
+    scopes.check_complete(_routes(app.routes))
     # The last one added is the outermost.
     app.add_middleware(
         BodyLimit,
         max_bytes=settings.max_body_bytes,
         uploads={ADAPTERS: settings.max_adapter_bytes + FORM_BYTES, FILES: settings.max_file_bytes + FORM_BYTES},
     )
-    app.add_middleware(
-        Authentication,
-        keyring=_keyring(settings),
-        metrics_key=settings.metrics_key.get_secret_value() if settings.metrics_key else None,
-    )
+    admins = Admins(settings)
+    app.add_middleware(Authentication, required=keys_required(settings), admins=admins)
     app.add_middleware(RequestScope, metrics=metrics, tracing=tracing)
     if settings.cors_origins:
         cors.install(app, settings.cors_origins)
@@ -133,6 +145,7 @@ async def _open(
         replicas=ReplicaWait(settings.submit_replicas, settings.submit_replica_timeout_ms)
         if settings.submit_replicas
         else None,
+        usage_days=settings.usage_days,
     )
     hub = await stack.enter_async_context(
         Hub(
@@ -144,6 +157,8 @@ async def _open(
             idle_s=min(IDLE_S, settings.keepalive_s),
         )
     )
+    gate = Gate(Access(client), settings)
+    hub.listen(keys.access("ctl"), gate.hear)
     catalogue = Catalogue(store, executor, settings.pools)
     loads = PoolLoads(store, catalogue)
     states = PoolStates(store, catalogue, loads, settings.pools, settings.scale_target_s)
@@ -159,6 +174,7 @@ async def _open(
     stack.push_async_callback(cancel_all, background)
     secret = settings.token_secret
     log.info("gateway.started", redis=mask(settings.redis_url))
+    background.append(asyncio.create_task(gate.warn_if_open(), name="warn-if-open"))
     registry = Adapters(client)
     directory = Directory(catalogue, registry)
     desk = AdapterDesk(registry, catalogue, settings)
@@ -169,8 +185,8 @@ async def _open(
         settings=settings,
         store=store,
         catalogue=catalogue,
-        preparer=Preparer(directory, executor, settings, tracing),
-        entrance=_entrance(client, store, loads, settings),
+        preparer=Preparer(directory, executor, settings, gate.policies, tracing),
+        entrance=_entrance(client, store, loads, gate.policies, settings),
         hub=hub,
         pools=states,
         submitter=submitter,
@@ -178,7 +194,10 @@ async def _open(
         executor=executor,
         directory=directory,
         adapters=desk,
-        admins=AdminKeys(settings),
+        admins=Admins(settings),
+        keyring=gate.keyring,
+        policies=gate.policies,
+        usage=UsageStore(client),
         loads=loads,
         index=JobIndex(client),
         batches=batch_desk,
@@ -188,26 +207,28 @@ async def _open(
     )
 
 
-def _keyring(settings: GatewaySettings) -> Keyring:
-    """Where keys are asked for, those of administrators do too."""
-    keys = [*settings.api_keys, *settings.admin_api_keys] if settings.api_keys else []
-    return Keyring([key.get_secret_value() for key in keys])
+def _routes(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, str]]:
+    """Method and path of each."""
+    for route in routes:
+        if isinstance(route, Route):
+            yield from ((method, route.path) for method in route.methods or ())
 
 
-def _entrance(client: AsyncClient, store: JobStore, loads: PoolLoads, settings: GatewaySettings) -> Entrance:
+def _entrance(
+    client: AsyncClient, store: JobStore, loads: PoolLoads, policies: Policies, settings: GatewaySettings
+) -> Entrance:
     tenants = Tenants(client)
     longest_s = settings.deadline_s + settings.max_run_s + settings.retention_s
     longest_queued_s = max(settings.deadline_s, MAX_DEADLINE_S) + MAX_DELAY_S
-    queued = QueuedLimits(settings.max_tenant_queued_jobs, settings.max_tenant_queued_tokens)
     return Entrance(
         store,
         Idempotency(tenants, longest_s),
         Limiter(
             tenants,
             loads,
-            RateLimits(settings.rate_limit_requests, settings.rate_limit_tokens),
+            policies,
             PoolLimits(settings.max_pool_queued_jobs, settings.max_pool_queued_tokens),
-            TenantQueues(tenants, queued, longest_queued_s),
+            TenantQueues(tenants, longest_queued_s),
         ),
     )
 

@@ -103,6 +103,7 @@ class BatchDesk:
             id=new_batch_id(),
             tenant=caller.tenant,
             authenticated=caller.authenticated,
+            key=caller.key,
             endpoint=body.endpoint,
             input_file=file.id,
             created_ms=now,

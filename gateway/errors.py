@@ -107,7 +107,10 @@ def answer_of(error: RopewayError, reference: str) -> Response:
     retry_after = error.retry_after
     if retry_after is None and error.status in (429, 503):
         retry_after = 1.0
-    return answer(info, retry_after)
+    response = answer(info, retry_after)
+    if isinstance(error, OverloadedError):
+        response.headers.update(error.headers)
+    return response
 
 
 def invalid(error: ValidationError, known: frozenset[str]) -> InvalidRequestError:

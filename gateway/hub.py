@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from types import TracebackType
 
@@ -72,6 +72,7 @@ class Hub:
         self._client, self._store, self._metrics = client, store, metrics
         self._max_streams, self._queue_frames, self._idle_s = max_streams, queue_frames, idle_s
         self._channels: dict[bytes, _Channel] = {}
+        self._listeners: dict[bytes, Callable[[bytes | None], None]] = {}
         self._followers: set[Follower] = set()
         self._commands: list[tuple[bytes, bytes]] = []
         self._wanted = asyncio.Event()
@@ -141,6 +142,16 @@ class Hub:
             raise
         return follower
 
+    def listen(self, channel: str, heard: Callable[[bytes | None], None]) -> None:
+        """Have messages of one more channel, for as long as the hub lives.
+
+        Args:
+            heard: called with each; with None where the subscription stands anew, and some may have been missed.
+        """
+        name = channel.encode()
+        self._listeners[name] = heard
+        self._command(b"SUBSCRIBE", name)
+
     def _join(self, track: Track) -> asyncio.Future[None]:
         name = track.channel
         channel = self._channels.get(name)
@@ -206,7 +217,7 @@ class Hub:
         for channel in self._channels.values():
             channel.unconfirmed = 0
         self._connection, self._heard, self._answered = connection, time.monotonic(), False
-        for name in self._channels:
+        for name in (*self._channels, *self._listeners):
             self._command(b"SUBSCRIBE", name)
         log.info("hub.connected", channels=len(self._channels))
         while True:
@@ -218,6 +229,10 @@ class Hub:
                 raise message
 
     def _receive(self, kind: bytes, name: bytes, data: object) -> None:
+        heard = self._listeners.get(name)
+        if heard is not None and kind in (b"message", b"subscribe"):
+            heard(data if kind == b"message" and isinstance(data, bytes) else None)
+            return
         channel = self._channels.get(name)
         if channel is None:
             return

@@ -80,6 +80,11 @@ async def _at(index: int, services: Services, caller: Caller, order: JobRequest)
 
 async def _prepare(services: Services, caller: Caller, order: JobRequest) -> tuple[Prepared, Lifetime]:
     check_metadata(order.metadata)
+    policy = await services.policies.of(caller.tenant)
+    if order.job_class is not None:
+        policy.class_of(order.job_class, "class")
+    if order.adapter is not None:
+        policy.check_model(order.adapter, "adapter")
     lifetime = _lifetime(services, order)
     with _inside("body"):
         body = _inner(order)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway.load import PoolLoad, PoolLoads
+from gateway.policies import Policies
 from gateway.tenant_queue import TenantQueues
 from shared.errors import InvalidRequestError, OverloadedError, RopewayError
 from shared.jobs import QueuedCount, QueuedLimits, RateLimits, Spent
@@ -30,15 +31,15 @@ class Limiter:
     Args:
         tenants: where rate limits are counted, for all gateways together.
         loads: of pools.
-        rates: of each tenant.
+        policies: limits of each tenant.
         pools: of each pool.
-        queues: of each tenant over all pools.
+        queues: what each tenant has queued over all pools.
     """
 
     def __init__(
-        self, tenants: Tenants, loads: PoolLoads, rates: RateLimits, pools: PoolLimits, queues: TenantQueues
+        self, tenants: Tenants, loads: PoolLoads, policies: Policies, pools: PoolLimits, queues: TenantQueues
     ) -> None:
-        self._tenants, self._loads, self._rates, self._pools = tenants, loads, rates, pools
+        self._tenants, self._loads, self._policies, self._pools = tenants, loads, policies, pools
         self._queues = queues
 
     async def admit(self, tenant: str, envelopes: Sequence[Envelope], requests: int = 1) -> Mapping[str, str]:
@@ -55,58 +56,61 @@ class Limiter:
         tokens = sum(envelope.cost_tokens for envelope in envelopes)
         pool = JobId.parse(envelopes[0].id).pool
         self._check_pools(envelopes)
-        if not self._queues.limits.any:
-            return await self._spend(tenant, requests, tokens)
+        policy = await self._policies.of(tenant)
+        if not policy.queued.any:
+            return await self._spend(tenant, policy.rates, requests, tokens)
         jobs = {envelope.id: envelope.cost_tokens for envelope in envelopes}
-        await self._enter(tenant, pool, jobs)
+        await self._enter(tenant, policy.queued, pool, jobs)
         try:
-            return await self._spend(tenant, requests, tokens)
+            return await self._spend(tenant, policy.rates, requests, tokens)
         except RopewayError:
             await self._queues.leave(tenant, jobs)
             raise
 
-    async def _enter(self, tenant: str, pool: str, jobs: Mapping[str, int]) -> None:
+    async def _enter(self, tenant: str, most: QueuedLimits, pool: str, jobs: Mapping[str, int]) -> None:
         """Count a request's jobs among those that the tenant has queued."""
-        most, tokens = self._queues.limits, sum(jobs.values())
+        tokens = sum(jobs.values())
         for name, wanted, limit in (("jobs", len(jobs), most.jobs), ("tokens", tokens, most.tokens)):
             if limit is not None and wanted > limit:
                 raise InvalidRequestError(
                     f"the request needs {wanted} {name} in the queue, prompt and max_tokens of all choices; "
-                    f"{limit} may be queued for an API key",
+                    f"{limit} may be queued for your tenant",
                     code="tenant_queue_full",
                 )
-        count = await self._queues.enter(tenant, jobs)
+        count = await self._queues.enter(tenant, most, jobs)
         if not count.allowed:
             state = self._loads.of(pool)
             raise OverloadedError(
-                f"too much counts as queued for this API key, for a second after it has begun too: "
+                f"too much counts as queued for your tenant, for a second after it has begun too: "
                 f"{_limited(count, most)}",
                 code="tenant_queue_full",
                 retry_after=state.retry_after(),
             )
 
-    async def _spend(self, tenant: str, requests: int, tokens: int) -> Mapping[str, str]:
-        if not self._rates.any:
+    async def _spend(self, tenant: str, rates: RateLimits, requests: int, tokens: int) -> Mapping[str, str]:
+        if not rates.any:
             return {}
-        spent = await self._tenants.spend(tenant, self._rates, requests, tokens)
+        spent = await self._tenants.spend(tenant, rates, requests, tokens)
         if spent.allowed:
-            return _headers(self._rates, spent)
+            return _headers(rates, spent)
         if spent.wait_s is None:
-            if self._rates.requests is not None and requests > self._rates.requests:
+            if rates.requests is not None and requests > rates.requests:
                 raise InvalidRequestError(
-                    f"these are {requests} requests; the limit is {self._rates.requests} per minute",
+                    f"these are {requests} requests; the limit is {rates.requests} per minute",
                     code="rate_limit_exceeded",
                 )
             raise InvalidRequestError(
                 f"the request needs {tokens} tokens, prompt and max_tokens of every choice; the limit is "
-                f"{self._rates.tokens} per minute",
+                f"{rates.tokens} per minute",
                 code="rate_limit_exceeded",
             )
-        raise OverloadedError(
-            f"rate limit reached: {_what(self._rates)} per minute; try again in {spent.wait_s:.1f} s",
+        error = OverloadedError(
+            f"rate limit reached: {_what(rates)} per minute; try again in {spent.wait_s:.1f} s",
             code="rate_limit_exceeded",
             retry_after=spent.wait_s,
         )
+        error.headers = _headers(rates, spent)
+        raise error
 
     def _check_pools(self, envelopes: Sequence[Envelope]) -> None:
         if self._pools.queued_jobs is None and self._pools.queued_tokens is None:

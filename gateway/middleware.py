@@ -1,4 +1,4 @@
-"""Pure ASGI middleware: request ids, access log and metrics; API keys; a cap on bodies. None of it buffers."""
+"""Pure ASGI middleware: request ids, access log and metrics; a cap on bodies. None of it buffers."""
 
 from __future__ import annotations
 
@@ -14,23 +14,17 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import errors
-from gateway.admission import Keyring
 from gateway.errors import UnsupportedMediaTypeError
 from gateway.metrics import GatewayMetrics
 from gateway.spans import described
 from shared import logs
-from shared.errors import AuthenticationError, PayloadTooLargeError, RopewayError
+from shared.errors import PayloadTooLargeError, RopewayError
 from shared.trace_context import carried
 from shared.tracing import NO_SPAN, OFF, Span, Tracing
 
 log = structlog.get_logger(__name__)
 
-#: Paths that need no key: probes, metrics and the documentation.
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/docs", "/openapi.json"})
-#: What the key of an autoscaler opens.
-LOADS = "/v1/pools"
 _PROBES = frozenset({"/health", "/ready", "/metrics"})
-_EVENTS = re.compile(r"/v1/jobs/[^/]+/events\Z")
 #: Where files are uploaded, and what a form adds to their bytes at the most.
 ADAPTERS, FILES = "/v1/adapters", "/v1/files"
 FORM_BYTES = 1024 * 1024
@@ -107,45 +101,9 @@ class RequestScope:
             ms=round(seconds * 1000, 2),
             internal_id=state["internal_id"],
             request_id=state["request_id"],
+            key_id=state.get("key_id"),
             job_id=state.get("job_id"),
         )
-
-
-class Authentication:
-    """Asks for an API key where any is set; gives the tenant to the routes. `metrics_key` opens pools' loads alone."""
-
-    def __init__(self, app: ASGIApp, keyring: Keyring, metrics_key: str | None = None) -> None:
-        self._app, self._keyring = app, keyring
-        self._loads = Keyring([metrics_key]) if metrics_key else None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            state = scope.setdefault("state", {})
-            if self._keyring.required and _brings_token(scope):
-                # Nobody's tenant: without the route's own check nothing is to be seen.
-                state |= {"tenant": "", "authenticated": True, "needs_token": True}
-                await self._app(scope, receive, send)
-                return
-            given = Headers(scope=scope).get("authorization")
-            try:
-                if not self._reads_loads(scope, given):
-                    state["tenant"] = self._keyring.tenant(given)
-            except RopewayError as error:
-                await errors.answer_of(error, str(state.get("internal_id")))(scope, receive, send)
-                return
-            state["authenticated"] = self._keyring.required
-        await self._app(scope, receive, send)
-
-    def _reads_loads(self, scope: Scope, given: str | None) -> bool:
-        """Whether this is a look at pools, with the key that is for nothing else."""
-        path = scope["path"]
-        if self._loads is None or scope["method"] != "GET" or not (path == LOADS or path.startswith(f"{LOADS}/")):
-            return False
-        try:
-            self._loads.tenant(given)
-        except AuthenticationError:
-            return False
-        return True
 
 
 class BodyLimit:
@@ -195,16 +153,6 @@ def _is_upload(scope: Scope, headers: Headers) -> bool:
 
 def _too_large(most: int) -> PayloadTooLargeError:
     return PayloadTooLargeError(f"The body is larger than {most} bytes")
-
-
-def _brings_token(scope: Scope) -> bool:
-    """Whether a reader of a job's events comes with a token in place of a key: the route checks it."""
-    return (
-        scope["method"] == "GET"
-        and _EVENTS.match(scope["path"]) is not None
-        and b"token=" in scope["query_string"]
-        and "authorization" not in Headers(scope=scope)
-    )
 
 
 def _client_id(value: str | None) -> str | None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gateway import answers
 from gateway.admission import Caller, JobOptions, envelopes
 from gateway.answers import Shape
+from gateway.policies import Policies
 from gateway.prompts import PromptEncoder, split_prompts
 from gateway.sampling import check_choices, echoes_logprobs, echoes_only, sampling_params
 from gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
@@ -36,9 +37,15 @@ class Preparer:
     """Checks, renders and tokenizes requests. Nothing that it refuses has touched the queue."""
 
     def __init__(
-        self, directory: Directory, executor: Executor, settings: GatewaySettings, tracing: Tracing = OFF
+        self,
+        directory: Directory,
+        executor: Executor,
+        settings: GatewaySettings,
+        policies: Policies,
+        tracing: Tracing = OFF,
     ) -> None:
-        self._directory, self._executor, self._settings, self._tracing = directory, executor, settings, tracing
+        self._directory, self._executor, self._settings = directory, executor, settings
+        self._policies, self._tracing = policies, tracing
 
     async def prepare(
         self,
@@ -57,7 +64,8 @@ class Preparer:
 
         Raises:
             InvalidRequestError, ModelNotFoundError: with the field at fault.
-            ServiceUnavailableError: Redis is away and the model not known here.
+            PermissionDeniedError: the tenant may not use the model, or ask for the class.
+            ServiceUnavailableError: Redis is away and the model or the tenant not known here.
         """
         with self._tracing.span("prepare", caller.trace or NO_TRACE) as span:
             prepared = await self._prepare(request, caller, options, single, served)
@@ -82,6 +90,10 @@ class Preparer:
                 f"prompt: {len(prompts)} prompts, at most {self._settings.max_prompts} are allowed", param="prompt"
             )
         check_choices(request, len(prompts), self._settings.max_choices)
+        policy = await self._policies.of(caller.tenant)
+        policy.check_model(request.model if served is None or served.adapter is None else served.adapter)
+        job_class = policy.class_of(options.job_class, "priority" if request.service_tier is None else "service_tier")
+        options = replace(options, job_class=job_class, weight=policy.weight)
         served = served or await self._directory.find(request.model)
         pool = served.pool
         params = sampling_params(request, pool.card)

@@ -12,16 +12,18 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from gateway.adapter_desk import AdapterDesk
-from gateway.admin import AdminKeys
-from gateway.admission import ANONYMOUS, Caller
+from gateway.admin import Admins
+from gateway.admission import Caller
 from gateway.batch_desk import BatchDesk
 from gateway.callbacks import Callbacks
 from gateway.catalogue import Catalogue, Pool
 from gateway.entrance import Entrance, Repeat
 from gateway.hub import Hub
 from gateway.idempotency import digest_of, key_of
+from gateway.keyring import ANONYMOUS, Keyring
 from gateway.load import PoolLoads
 from gateway.metrics import GatewayMetrics
+from gateway.policies import Policies
 from gateway.pool_state import PoolStates
 from gateway.preparation import Preparer
 from gateway.schemas import parse
@@ -35,6 +37,7 @@ from shared.keys import JobId
 from shared.protocol import JobClass
 from shared.settings import GatewaySettings
 from shared.tracing import Tracing
+from shared.usage import UsageStore
 
 #: Bodies larger than this are parsed in a thread.
 _INLINE_BYTES = 64 * 1024
@@ -59,7 +62,10 @@ class Services:
     executor: Executor
     directory: Directory
     adapters: AdapterDesk
-    admins: AdminKeys
+    admins: Admins
+    keyring: Keyring
+    policies: Policies
+    usage: UsageStore
     loads: PoolLoads
     index: JobIndex
     batches: BatchDesk
@@ -67,8 +73,9 @@ class Services:
     callbacks: Callbacks
     tracing: Tracing
 
-    async def pool_of(self, model: str) -> Pool:
-        """The pool behind a model's name. Raises ModelNotFoundError, ServiceUnavailableError."""
+    async def pool_of(self, model: str, tenant: str) -> Pool:
+        """The pool behind a model's name. Raises PermissionDeniedError, ModelNotFoundError, ServiceUnavailableError."""
+        (await self.policies.of(tenant)).check_model(model)
         return (await self.directory.find(model)).pool
 
     def wait_s(self, job_id: str, job_class: JobClass, *, delay_s: float = 0.0, own_tokens: int = 0) -> float | None:
@@ -102,6 +109,7 @@ def caller_of(request: Request) -> Caller:
     return Caller(
         tenant=state.get("tenant", ANONYMOUS),
         authenticated=state.get("authenticated", False),
+        key=state.get("key_id", ""),
         request_id=state.get("request_id"),
         trace=state.get("trace"),
     )

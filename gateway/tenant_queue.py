@@ -22,34 +22,31 @@ LOOK_S_PER_JOB: Final = 0.001
 
 
 class TenantQueues:
-    """Counts the queued jobs of tenants against the same limits for each.
+    """Counts the queued jobs of tenants against the limits of each.
 
     Args:
         ttl_s: seconds without a job after which a tenant's count is forgotten; no job is queued for longer.
     """
 
-    def __init__(self, tenants: Tenants, limits: QueuedLimits, ttl_s: float) -> None:
-        self._tenants, self.limits, self._ttl_s = tenants, limits, ttl_s
+    def __init__(self, tenants: Tenants, ttl_s: float) -> None:
+        self._tenants, self._ttl_s = tenants, ttl_s
         self._looks: dict[str, asyncio.Task[int]] = {}
         self._looked_until: dict[str, float] = {}
 
-    async def enter(self, tenant: str, jobs: Mapping[str, int]) -> QueuedCount:
+    async def enter(self, tenant: str, limits: QueuedLimits, jobs: Mapping[str, int]) -> QueuedCount:
         """Count jobs, given with their costs in tokens, as queued: all of them, or none.
 
         Raises:
             ServiceUnavailableError: Redis is away.
         """
-        count = await self._enter(tenant, jobs)
+        count = await self._tenants.enter(tenant, limits, jobs, self._ttl_s)
         if not count.allowed and await self._look(tenant, count.jobs):
-            count = await self._enter(tenant, jobs)
+            count = await self._tenants.enter(tenant, limits, jobs, self._ttl_s)
         return count
 
     async def leave(self, tenant: str, jobs: Mapping[str, int]) -> None:
         """Count jobs no longer that will not be submitted after all. Raises ServiceUnavailableError."""
         await self._tenants.leave(tenant, list(jobs))
-
-    async def _enter(self, tenant: str, jobs: Mapping[str, int]) -> QueuedCount:
-        return await self._tenants.enter(tenant, self.limits, jobs, self._ttl_s)
 
     async def _look(self, tenant: str, jobs: int) -> bool:
         """Leave out what is not queued any more; False where that was done just now. All that wait share one look."""

@@ -47,7 +47,7 @@ class BatchRecord(msgspec.Struct, kw_only=True, frozen=True):
     """A batch. Times are Unix milliseconds, 0 where not yet.
 
     Attributes:
-        tenant: whose it is; `authenticated`: whether that came from a key.
+        tenant: whose it is; `authenticated`: whether that came from a key; `key`: its public id.
         outcome: how it will end, once that is known.
         total, completed, failed: lines; the latter two as they were at the end.
         slices: how often a task was queued for it.
@@ -70,6 +70,7 @@ class BatchRecord(msgspec.Struct, kw_only=True, frozen=True):
     completed: int = 0
     failed: int = 0
     slices: int = 0
+    key: str = ""
     started_ms: int = 0
     finalizing_ms: int = 0
     cancelling_ms: int = 0

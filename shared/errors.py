@@ -27,6 +27,8 @@ RopewayError
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import ClassVar
 
 
@@ -143,11 +145,16 @@ class PayloadTooLargeError(RopewayError):
 
 
 class OverloadedError(RopewayError):
-    """A queue or rate limit is reached."""
+    """A queue or rate limit is reached.
+
+    Attributes:
+        headers: of the answer, besides `Retry-After`: how much of a rate limit is left.
+    """
 
     status = 429
     type = "rate_limit_error"
     code = "queue_full"
+    headers: Mapping[str, str] = MappingProxyType({})
 
 
 class ServiceUnavailableError(RopewayError):

@@ -66,10 +66,25 @@ class GatewaySettings(AdapterSettings):
 
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    api_keys: list[SecretStr] = Field([], description="accepted API keys as a JSON list; empty: no key is asked for")
-    metrics_key: SecretStr | None = Field(
-        None, description="a further key that may read /v1/pools, and nothing else: for an autoscaler"
+    api_keys: list[SecretStr] = Field(
+        [],
+        description="accepted API keys as a JSON list, beside those of `ropeway keys`; empty: see require_keys",
     )
+    metrics_key: SecretStr | None = Field(
+        None, description="a further key that may read /metrics and /v1/pools, and nothing else: for an autoscaler"
+    )
+    require_keys: bool = Field(
+        False,
+        description="ask for keys though none is set here: those of `ropeway keys` are accepted in any case. Setting "
+        "any key has the same effect",
+    )
+    key_cache_s: float = Field(
+        5.0, gt=0, description="seconds after which a change of a key or a tenant holds that no message told of"
+    )
+    key_outage_s: float = Field(
+        300.0, ge=0, description="seconds that keys and tenants that are known here go on while Redis is away"
+    )
+    usage_days: int = Field(90, ge=0, le=3650, description="days that it is kept what keys have used")
     pools: list[str] = Field(
         [],
         description="pools that are meant to be here, as a JSON list: until one's first worker has come, requests for "
@@ -83,8 +98,8 @@ class GatewaySettings(AdapterSettings):
     shutdown_grace_s: int = Field(20, ge=0, description="seconds that SIGTERM leaves open requests to end")
     admin_api_keys: list[SecretStr] = Field(
         [],
-        description="API keys that may load and unload adapters, as a JSON list; empty: only where no api_keys are set "
-        "and the gateway listens on loopback",
+        description="API keys that may load and unload adapters too, as a JSON list; without any key, this machine may "
+        "where the gateway listens on loopback",
     )
     max_adapters: int = Field(10_000, ge=1, description="most names of adapters; above it 429")
     adapter_wait_s: float = Field(600.0, gt=0, description="longest wait of a request for an adapter's load")
@@ -115,14 +130,14 @@ class GatewaySettings(AdapterSettings):
         None, ge=1, description="about the most queued tokens per pool; above it 429"
     )
     max_tenant_queued_jobs: int | None = Field(
-        None, ge=1, description="about the most queued jobs per API key, over all models; above it 429"
+        None, ge=1, description="about the most queued jobs per tenant, over all models; above it 429"
     )
     max_tenant_queued_tokens: int | None = Field(
-        None, ge=1, description="about the most queued tokens per API key, over all models; above it 429"
+        None, ge=1, description="about the most queued tokens per tenant, over all models; above it 429"
     )
-    rate_limit_requests: int | None = Field(None, ge=1, description="requests per minute and API key; above it 429")
+    rate_limit_requests: int | None = Field(None, ge=1, description="requests per minute and tenant; above it 429")
     rate_limit_tokens: int | None = Field(
-        None, ge=1, description="tokens per minute and API key, prompts and max_tokens; above it 429"
+        None, ge=1, description="tokens per minute and tenant, prompts and max_tokens; above it 429"
     )
     deadline_s: float = Field(3600.0, gt=0, description="seconds until a job must have ended")
     max_run_s: float = Field(600.0, gt=0, description="seconds past its deadline that a running job's keys are kept")

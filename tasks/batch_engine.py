@@ -13,6 +13,7 @@ from typing import Final
 
 import structlog
 
+from gateway.access import Gate
 from gateway.admission import Caller, JobOptions
 from gateway.answers import Answer
 from gateway.catalogue import Catalogue
@@ -24,6 +25,7 @@ from gateway.preparation import Prepared, Preparer
 from gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest, parse
 from gateway.served import Directory
 from shared import keys
+from shared.access import Access
 from shared.adapters import Adapters
 from shared.batch_record import BatchRecord
 from shared.connect import connect, connect_pubsub
@@ -86,7 +88,7 @@ class LineRunner:
     ) -> None:
         self._batch, self._store, self._catalogue = batch, store, catalogue
         self._preparer, self._hub, self._settings, self._stopping = preparer, hub, settings, stopping
-        self._caller = Caller(tenant=batch.tenant, authenticated=batch.authenticated)
+        self._caller = Caller(tenant=batch.tenant, authenticated=batch.authenticated, key=batch.key)
         self._live: set[str] = set()
 
     async def run(self, number: int, body: bytes, remaining_s: float) -> Outcome | None:
@@ -204,7 +206,8 @@ async def line_runner(
         stack.push_async_callback(listener.aclose)
         executor = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenizer")
         stack.callback(executor.shutdown, wait=False, cancel_futures=True)
-        store = JobStore(client, limits=LaneLimits(settings.max_queued_jobs, settings.max_queued_tokens))
+        limits = LaneLimits(settings.max_queued_jobs, settings.max_queued_tokens)
+        store = JobStore(client, limits=limits, usage_days=settings.usage_days)
         hub = await stack.enter_async_context(
             Hub(
                 listener, store, GatewayMetrics(), max_streams=4 * window, queue_frames=settings.stream_queue_frames,
@@ -214,7 +217,8 @@ async def line_runner(
         catalogue = Catalogue(store, executor, settings.pools)
         refresh = asyncio.create_task(catalogue.run(), name="catalogue")
         stack.push_async_callback(cancel_all, [refresh])
-        preparer = Preparer(Directory(catalogue, Adapters(client)), executor, settings)
+        policies = Gate(Access(client), settings).policies
+        preparer = Preparer(Directory(catalogue, Adapters(client)), executor, settings, policies)
         yield LineRunner(batch, store, catalogue, preparer, hub, settings, stopping)
 
 

@@ -11,7 +11,7 @@ from fastapi.responses import PlainTextResponse
 from gateway.adapter_desk import LoadOrder
 from gateway.docs import body_docs
 from gateway.schemas import LoadAdapterRequest, UnloadAdapterRequest, parse
-from gateway.services import body_of, services_of
+from gateway.services import body_of, caller_of, services_of
 from gateway.uploads import UploadForm, boundary_of, receive
 from shared.adapter_record import AdapterRecord
 from shared.errors import ConflictError, InvalidRequestError, OverloadedError
@@ -28,7 +28,11 @@ Wait = Annotated[float, Query(ge=0, allow_inf_nan=False, description="seconds to
 async def list_adapters(request: Request) -> Response:
     """All adapters, those too whose load failed or whose last jobs are running."""
     services = services_of(request)
-    views = await services.adapters.views(sources=services.admins.is_admin(request))
+    admin = services.admins.is_admin(request)
+    views = await services.adapters.views(sources=admin)
+    if not admin:
+        policy = await services.policies.of(caller_of(request).tenant)
+        views = [view for view in views if policy.allows(view.id)]
     return Response(msgspec.json.encode({"object": "list", "data": views}), media_type=_JSON)
 
 
@@ -36,7 +40,6 @@ async def list_adapters(request: Request) -> Response:
 async def create_adapter(request: Request, wait: Wait = 0.0) -> Response:
     """Load an adapter: from a folder or the hub with a JSON body, or from its files in a multipart form."""
     services = services_of(request)
-    services.admins.check(request)
     boundary = boundary_of(request.headers.get("content-type", ""))
     if boundary is None:
         order = _order(await body_of(request, LoadAdapterRequest))
@@ -55,7 +58,10 @@ async def create_adapter(request: Request, wait: Wait = 0.0) -> Response:
 async def get_adapter(request: Request, name: str) -> Response:
     """One adapter."""
     services = services_of(request)
-    view = await services.adapters.view(name, sources=services.admins.is_admin(request))
+    admin = services.admins.is_admin(request)
+    if not admin:
+        (await services.policies.of(caller_of(request).tenant)).check_model(name)
+    view = await services.adapters.view(name, sources=admin)
     return Response(msgspec.json.encode(view), media_type=_JSON)
 
 
@@ -63,7 +69,6 @@ async def get_adapter(request: Request, name: str) -> Response:
 async def delete_adapter(request: Request, name: str) -> Response:
     """Unload an adapter: new jobs get 404 from now on, those that are queued or running end as they would have."""
     services = services_of(request)
-    services.admins.check(request)
     in_flight = await services.adapters.unload(name)
     body = {"id": name, "object": "adapter", "deleted": True, "in_flight": in_flight}
     return Response(msgspec.json.encode(body), media_type=_JSON)
@@ -73,7 +78,6 @@ async def delete_adapter(request: Request, name: str) -> Response:
 async def load_lora_adapter(request: Request) -> Response:
     """Load an adapter and wait until that has ended; as of vLLM."""
     services = services_of(request)
-    services.admins.check(request)
     order = _order(await body_of(request, LoadAdapterRequest))
     record = await services.adapters.load(order)
     await services.adapters.wait(record, services.settings.adapter_wait_s)
@@ -84,7 +88,6 @@ async def load_lora_adapter(request: Request) -> Response:
 async def unload_lora_adapter(request: Request) -> Response:
     """Unload an adapter; as of vLLM."""
     services = services_of(request)
-    services.admins.check(request)
     body = await body_of(request, UnloadAdapterRequest)
     await services.adapters.unload(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from gateway.catalogue import Pool
-from gateway.services import services_of
+from gateway.services import caller_of, services_of
 from shared.adapter_record import AdapterRecord
 
 router = APIRouter(tags=["models"])
@@ -17,6 +17,7 @@ router = APIRouter(tags=["models"])
 async def list_models(request: Request) -> dict[str, Any]:
     """Models that are served, the base models first. One without workers takes jobs, which wait for a worker."""
     services = services_of(request)
+    policy = await services.policies.of(caller_of(request).tenant)
     await services.catalogue.refresh_if_empty()
     pools = {pool.card.pool: pool for pool in services.catalogue.pools}
     adapters = [
@@ -24,13 +25,16 @@ async def list_models(request: Request) -> dict[str, Any]:
         for record in await services.adapters.records()
         if record.pool in pools and pools[record.pool].card.max_lora_rank and record.name not in pools
     ]
-    return {"object": "list", "data": [*map(_model, pools.values()), *adapters]}
+    models = [model for model in (*map(_model, pools.values()), *adapters) if policy.allows(model["id"])]
+    return {"object": "list", "data": models}
 
 
 @router.get("/v1/models/{model:path}")
 async def get_model(request: Request, model: str) -> dict[str, Any]:
     """One model."""
-    served = await services_of(request).directory.find(model)
+    services = services_of(request)
+    (await services.policies.of(caller_of(request).tenant)).check_model(model)
+    served = await services.directory.find(model)
     return _model(served.pool) if served.record is None else _adapter(served.record, served.pool)
 
 

@@ -10,7 +10,7 @@ from gateway.catalogue import Pool
 from gateway.docs import body_docs
 from gateway.prompts import PromptEncoder
 from gateway.schemas import DetokenizeRequest, TokenizeRequest, refuse
-from gateway.services import body_of, services_of
+from gateway.services import body_of, caller_of, services_of
 from shared.errors import InvalidRequestError
 
 router = APIRouter(tags=["tokens"])
@@ -80,11 +80,11 @@ def _encode(encoder: PromptEncoder, body: TokenizeRequest) -> list[int]:
 
 async def _pool(request: Request, model: str | None) -> Pool:
     """The pool of a model; without a name the only one that there is."""
-    services = services_of(request)
+    services, tenant = services_of(request), caller_of(request).tenant
     if model is not None:
-        return await services.pool_of(model)
+        return await services.pool_of(model, tenant)
     await services.catalogue.refresh_if_empty()
     pools = services.catalogue.pools
     if len(pools) != 1:
         raise InvalidRequestError("model: this field is required, there is not exactly one model", param="model")
-    return pools[0]
+    return await services.pool_of(pools[0].card.pool, tenant)

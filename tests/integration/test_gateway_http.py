@@ -266,9 +266,11 @@ async def test_api_keys(valkey_url: str) -> None:
                 assert "k-" not in response.text
         assert (await http.get("/v1/models")).status_code == 401
         assert (await http.get("/v1/nothing")).status_code == 401
-        for path in ("/health", "/metrics", "/docs", "/openapi.json"):
-            assert (await http.get(path)).status_code == 200
+        assert (await http.get("/health")).status_code == (await http.get("/ready")).status_code == 200
         one, two = ({"Authorization": f"Bearer k-{n}"} for n in ("one", "two"))
+        for path in ("/metrics", "/docs", "/openapi.json", "/v1/pools"):
+            assert (await http.get(path)).status_code == 401
+            assert (await http.get(path, headers=one)).status_code == 200
         job = (await http.post("/v1/jobs", json={"kind": "chat", "body": chat()}, headers=one)).json()["id"]
         assert (await http.get(f"/v1/jobs/{job}", headers=one)).status_code == 200
         for method, suffix in (("GET", ""), ("GET", "/events"), ("POST", "/cancel")):

@@ -131,5 +131,8 @@ async def test_the_key_of_an_autoscaler_opens_loads_and_nothing_else(valkey_url:
 
         assert await ask(LOAD, "scaler") == await ask("/v1/pools", "scaler") == await ask(LOAD, "user") == 200
         assert await ask(LOAD, None) == await ask(LOAD, "wrong") == 401
-        assert await ask("/v1/models", "scaler") == await ask("/v1/jobs/x", "scaler") == 401
-        assert await ask(LOAD, "scaler", "POST") == await ask("/v1/poolsx", "scaler") == 401
+        assert await ask("/metrics", "scaler") == 200
+        assert await ask("/v1/models", "scaler") == await ask("/v1/jobs/x", "scaler") == 403
+        assert await ask("/v1/jobs", "scaler", "POST") == await ask("/v1/adapters/x", "scaler", "DELETE") == 403
+        assert await ask(LOAD, "scaler", "POST") == 405
+        assert await ask("/v1/poolsx", "scaler") == 404

@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.admission import Caller, Keyring, cache_salt
+from gateway.admission import Caller, cache_salt
+from gateway.keyring import STATIC_SCOPES, StaticKey
 from tests.support.stack import Stack
 from tests.support.tiny_tokenizer import spell
 
@@ -46,5 +47,5 @@ def test_a_prompt_of_another_tenant_is_not_in_the_cache(stack: Stack, path: str)
     assert cached(stack, a, path, body) > 0
     assert cached(stack, b, path, body) == 0
     # Not even with the salt that A's requests have, which B cannot know.
-    salt = cache_salt(Caller(tenant=Keyring(KEYS).tenant(f"Bearer {a}"), authenticated=True), None)
+    salt = cache_salt(Caller(tenant=StaticKey(a, STATIC_SCOPES).identity.tenant, authenticated=True), None)
     assert cached(stack, b, path, body | {"cache_salt": salt}) == 0

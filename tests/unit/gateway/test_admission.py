@@ -1,4 +1,4 @@
-"""Keys, the rule for lengths, envelopes."""
+"""The rule for lengths, envelopes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from gateway.admission import Caller, JobOptions, Keyring, cache_salt, envelopes, fit
+from gateway.admission import Caller, JobOptions, cache_salt, envelopes, fit
 from gateway.catalogue import Pool
 from gateway.prompts import PromptEncoder
 from gateway.sampling import check_choices, sampling_params
 from gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from gateway.served import Served
-from shared.errors import AuthenticationError, ContextLengthExceededError, InvalidRequestError
+from shared.errors import ContextLengthExceededError, InvalidRequestError
 from shared.keys import JobId
 from shared.protocol import Envelope, WorkerInfo, decode, encode
 from tests.unit.gateway.support import bundle, card
@@ -178,15 +178,3 @@ def test_a_salt_is_of_the_tenant() -> None:
     stolen = cache_salt(a, None)
     assert stolen is not None
     assert cache_salt(b, stolen) != stolen
-
-
-def test_keys() -> None:
-    ring = Keyring(["one", "zwei-ö"])
-    assert ring.tenant("Bearer one") == ring.tenant("bearer  one ")
-    assert ring.tenant("Bearer one") != ring.tenant("Bearer " + "zwei-ö".encode().decode("latin-1"))
-    assert "one" not in ring.tenant("Bearer one")
-    for bad in (None, "", "Bearer", "Bearer ", "Basic one", "one", "Bearer tow", "Bearer one two", "Bearer on"):
-        with pytest.raises(AuthenticationError) as caught:
-            ring.tenant(bad)
-        assert caught.value.status == 401
-    assert Keyring([]).tenant(None) == "default"

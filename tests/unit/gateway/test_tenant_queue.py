@@ -41,8 +41,18 @@ class FakeTenants:
         return len(self.stale)
 
 
-def queues(tenants: FakeTenants, jobs: int) -> TenantQueues:
-    return TenantQueues(cast(Tenants, tenants), QueuedLimits(jobs=jobs), 60.0)
+class Limited:
+    """Queues with the same limit for all tenants."""
+
+    def __init__(self, tenants: FakeTenants, jobs: int) -> None:
+        self._queues, self._limits = TenantQueues(cast(Tenants, tenants), 60.0), QueuedLimits(jobs=jobs)
+
+    async def enter(self, tenant: str, jobs: Mapping[str, int]) -> QueuedCount:
+        return await self._queues.enter(tenant, self._limits, jobs)
+
+
+def queues(tenants: FakeTenants, jobs: int) -> Limited:
+    return Limited(tenants, jobs)
 
 
 async def test_all_that_are_refused_at_once_share_a_look_and_go_by_it() -> None:
