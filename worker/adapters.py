@@ -66,14 +66,17 @@ class StoreSource:
 
 
 class AdapterWatch:
-    """Tells the engine which adapters the pool has pinned, and which of those that it has no name stands for any more.
+    """Tells the engine which adapters the pool has pinned, and which of those that it has nobody needs any more.
+
+    That is those that no name stands for, and no job pins that is queued or runs anywhere: of such jobs the next one
+    may come when the last one here has just ended.
 
     Args:
         interval_s: between looks without a message; a message may have been lost.
     """
 
-    def __init__(self, store: Adapters, pool: str, loop: EngineLoop, interval_s: float) -> None:
-        self._store, self._pool, self._loop, self._interval_s = store, pool, loop, interval_s
+    def __init__(self, store: Adapters, pool: str, lanes: int, loop: EngineLoop, interval_s: float) -> None:
+        self._store, self._pool, self._lanes, self._loop, self._interval_s = store, pool, lanes, loop, interval_s
         self._news = asyncio.Event()
         self._revision = -1
         self._records: list[AdapterRecord] = []
@@ -106,9 +109,11 @@ class AdapterWatch:
         if revision != self._revision or now - self._read_at > _ANEW_S:
             self._records = await self._store.records(self._pool)
             self._revision, self._read_at = revision, now
-        named = {record.identity for record in self._records}
         pinned = {record.identity: record.name for record in self._records if record.pinned and record.identity}
-        retired = frozenset(identity for identity in there if identity not in named)
+        retired = frozenset(there - {record.identity for record in self._records})
+        if retired:
+            flying = await self._store.in_flight(self._pool, self._lanes)
+            retired = frozenset(identity for identity in retired if not flying[identity])
         # A pinned one that could not be read is tried again when it is told again.
         if pinned or (pinned, retired) != self._told:
             self._told = pinned, retired

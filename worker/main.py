@@ -197,7 +197,7 @@ class Worker:
                 on_pause=intake.pause,
                 on_conflict=self._refused,
             )
-            adapters = AdapterWatch(Adapters(reader), pool, self._loop, settings.heartbeat_s)
+            adapters = AdapterWatch(Adapters(reader), pool, settings.lanes, self._loop, settings.heartbeat_s)
             listener = ControlListener(
                 subscriber,
                 pool,

@@ -153,6 +153,23 @@ async def test_reload_and_unload_leave_running_jobs_alone_and_then_free_slot_and
         await entry(h, worker, lambda info: not info.adapters and not info.adapters_in_memory)
 
 
+async def test_trailing_jobs_of_an_old_content_read_it_once(valkey_url: str, tmp_path: Path) -> None:
+    """They run one after the other, and whenever one ends nobody here wants the content for a moment."""
+    old, new = put_adapter(tmp_path, 1), put_adapter(tmp_path, 2)
+    async with harness(valkey_url) as h:
+        await h.name_adapter("sql", old)
+        worker = await h.worker(**lora(tmp_path, max_num_seqs=1, heartbeat_s=0.1))
+        jobs = [job(n, adapter=old, max_tokens=30, n=1) for n in range(5)]
+        followers = [await h.submit(envelope) for envelope in jobs]
+        await followers[0].tokens(1)
+        await h.name_adapter("sql", new)
+        for envelope, follower in zip(jobs, followers, strict=True):
+            await completed(h, envelope, follower)
+        await entry(h, worker, lambda info: not info.adapters and not info.adapters_in_memory)
+        loads = [line for line in worker.lines if "is in memory after" in str(line["event"])]
+        assert len(loads) == 1
+
+
 async def test_a_worker_that_serves_no_adapters_says_so(valkey_url: str, tmp_path: Path) -> None:
     async with harness(valkey_url) as h:
         await h.worker()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -113,6 +114,7 @@ class Registry:
 
     def __init__(self) -> None:
         self.found: dict[str, tuple[str | None, bool]] = {}
+        self.flying: Counter[str] = Counter()
         self.version, self.reads, self.looks = 0, 0, 0
         self.away = False
         self.looked = asyncio.Condition()
@@ -133,6 +135,10 @@ class Registry:
             raise ServiceUnavailableError("m")
         return self.version
 
+    async def in_flight(self, pool: str, lanes: int) -> Counter[str]:
+        assert (pool, lanes) == ("pool", 4)
+        return self.flying
+
     async def records(self, pool: str) -> list[AdapterRecord]:
         assert pool == "pool"
         self.reads += 1
@@ -147,7 +153,7 @@ class Registry:
 class Watching:
     def __init__(self, interval_s: float = 600.0) -> None:
         self.registry, self.loop = Registry(), Loop()
-        self.watch = AdapterWatch(self.registry, "pool", self.loop, interval_s)  # type: ignore[arg-type]
+        self.watch = AdapterWatch(self.registry, "pool", 4, self.loop, interval_s)  # type: ignore[arg-type]
 
     @asynccontextmanager
     async def running(self) -> Any:
@@ -197,6 +203,20 @@ async def test_what_no_name_stands_for_any_more_is_retired() -> None:
         setup.registry.put("again", A)
         await setup.look()
         assert setup.loop.told[-1] == ({}, frozenset())
+
+
+async def test_what_jobs_pin_that_are_still_to_come_is_kept() -> None:
+    setup = Watching(interval_s=0.01)
+    setup.registry.put("sql", A)
+    setup.registry.flying[A] = 2
+    setup.loop.has(A, B)
+    async with setup.running():
+        setup.registry.put("sql", C)
+        await setup.look()
+        assert setup.loop.told == [({}, frozenset({B}))]
+        setup.registry.flying[A] = 0  # and no message says so
+        await setup.looks(setup.registry.looks + 2)
+        assert setup.loop.told[-1] == ({}, frozenset({A, B}))
 
 
 async def test_records_are_read_only_where_something_has_changed_and_the_engine_told_only_news() -> None:
