@@ -22,8 +22,13 @@ QUEUE: Final = "ropeway"
 #: The tasks that there are, by the names under which RQ knows them. Nothing else is ever run.
 LOAD_ADAPTER: Final = "tasks.jobs.load_adapter"
 RUN_BATCH: Final = "tasks.jobs.run_batch"
+DELIVER_WEBHOOKS: Final = "tasks.jobs.deliver_webhooks"
+#: RQ's name of the queue of webhooks: they do not wait for adapters that are loaded, nor for batches.
+WEBHOOK_QUEUE: Final = "ropeway-webhooks"
 #: Seconds until each further try of a task that failed for what may pass.
 RETRY_AFTER_S: Final = (2, 10, 30, 60)
+#: Seconds that a task to deliver webhooks may wait, and is kept where it failed: the next look at them makes another.
+_DELIVER_TTL_S: Final = 60
 #: Seconds that a task may wait to be begun, and that one that failed is kept for people.
 _TTL_S: Final = 24 * 3600
 
@@ -62,10 +67,11 @@ class TaskQueue:
     Args:
         url: see `tasks_url`.
         timeout_s: seconds that one try of a task may take.
+        name: RQ's name of the queue.
     """
 
-    def __init__(self, url: str, timeout_s: int) -> None:
-        self._url, self._timeout_s = url, timeout_s
+    def __init__(self, url: str, timeout_s: int, name: str = QUEUE) -> None:
+        self._url, self._timeout_s, self._name = url, timeout_s, name
         self._opened: Queue | None = None
 
     def load_adapter(self, name: str, pending: PendingLoad) -> None:
@@ -75,6 +81,23 @@ class TaskQueue:
     def run_batch(self, batch: str, number: int) -> None:
         """Have a batch gone on with. A task of the same number that is there already is not put there again."""
         self._put(RUN_BATCH, (batch, number), batch_task_id(batch, number), "run a batch")
+
+    def deliver_webhooks(self) -> None:
+        """Have webhooks sent that are due, unless a task that will do it waits already. For a queue of their own."""
+        if self.others_wait():
+            return
+        try:
+            self._queue().enqueue_call(
+                DELIVER_WEBHOOKS,
+                args=("due", 0),
+                description="deliver webhooks",
+                timeout=-1,
+                ttl=_DELIVER_TTL_S,
+                failure_ttl=_DELIVER_TTL_S,
+                result_ttl=0,
+            )
+        except TROUBLE as error:
+            raise typed(error) from error
 
     def _put(self, function: str, arguments: tuple[str, int], job_id: str, description: str) -> None:
         from rq import Retry
@@ -118,6 +141,7 @@ class TaskQueue:
         from rq.intermediate_queue import IntermediateQueue
         from rq.job import Job, JobStatus
 
+        queue = self._queue()
         try:
             with queue.connection.pipeline() as pipeline:
                 pipeline.hget(Job.key_for(job_id), "status")
@@ -126,7 +150,6 @@ class TaskQueue:
                 pipeline.zscore(queue.scheduled_job_registry.key, job_id)
                 status, queued, taken, due = pipeline.execute()
         except TROUBLE as error:
-        queue = self._queue()
             raise typed(error) from error
         if status == JobStatus.QUEUED.value.encode():
             return queued is not None or taken is not None
@@ -146,5 +169,5 @@ class TaskQueue:
             client = connect_sync(self._url, max_connections=4)
             if not isinstance(client, redis.Redis):
                 raise TypeError("background tasks cannot be kept in a cluster")
-            self._opened = Queue(QUEUE, connection=client, serializer=JSONSerializer)
+            self._opened = Queue(self._name, connection=client, serializer=JSONSerializer)
         return self._opened

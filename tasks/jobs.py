@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import structlog
@@ -16,13 +18,19 @@ from shared.connect import connect
 from shared.errors import NotFoundError, RopewayError
 from shared.file_store import FileStore
 from shared.settings import GatewaySettings, TasksSettings
-from shared.task_queue import LOAD_ADAPTER, RUN_BATCH, TaskQueue, tasks_url
+from shared.task_queue import DELIVER_WEBHOOKS, LOAD_ADAPTER, RUN_BATCH, TaskQueue, tasks_url
 from tasks.load import TryAgainError, load
 
 _log = structlog.stdlib.get_logger("tasks.jobs")
 
 #: Names that may be run.
 ALLOWED: Final = frozenset({LOAD_ADAPTER, RUN_BATCH})
+#: The same of the queue of webhooks.
+ALLOWED_OF_WEBHOOKS: Final = frozenset({DELIVER_WEBHOOKS})
+#: Set where this process is to end: what can be left to others is left.
+stopping: Final = threading.Event()
+#: Names that are looked up at a time.
+_LOOKUPS: Final = 64
 
 _settings: TasksSettings | None = None
 
@@ -91,4 +99,38 @@ async def _run_batch(batch: str, settings: TasksSettings) -> None:
         raise TryAgainError(error.message) from error
     finally:
         queue.close()
+        await client.aclose()
+
+
+def deliver_webhooks(what: str, number: int) -> None:
+    """Send webhooks that are due, for a while; its arguments say nothing."""
+    asyncio.run(_deliver_webhooks(_settings or TasksSettings()))
+
+
+async def _deliver_webhooks(settings: TasksSettings) -> None:
+    # Imported by the thread that runs this again and again; other tasks need none of it.
+    from shared.address_guard import AddressGuard
+    from shared.job_index import JobIndex
+    from shared.webhook_secrets import WebhookSecrets
+    from shared.webhooks import Webhooks
+    from tasks.webhook_message import Messages
+    from tasks.webhook_run import WebhookRun
+    from tasks.webhook_send import Sender
+
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="lookup"))
+    client = connect(settings.redis_url, max_connections=16)
+    try:
+        run = WebhookRun(
+            Webhooks(client),
+            Messages(JobIndex(client), settings.webhook_max_bytes),
+            WebhookSecrets(client),
+            Sender(AddressGuard(settings.webhook_allow, http=settings.webhook_http), settings.webhook_timeout_s),
+            settings,
+            stopping.is_set,
+        )
+        await run.run()
+    except RopewayError as error:
+        # They are due still, and the next look at them makes another task.
+        _log.warning("webhooks cannot be sent now", why=error.message)
+    finally:
         await client.aclose()

@@ -25,13 +25,16 @@ from shared.probes import HealthServer
 from shared.redis_errors import TROUBLE
 from shared.redis_url import mask
 from shared.settings import TasksSettings
-from shared.task_queue import QUEUE, TaskQueue, tasks_url
+from shared.task_queue import QUEUE, WEBHOOK_QUEUE, TaskQueue, tasks_url
+from shared.webhooks import Webhooks
 from tasks.batch_keeper import BatchKeeper
 from tasks.jobs import configure
 from tasks.keeper import Keeper, lock_s
 from tasks.metrics import TasksMetrics
 from tasks.rq_worker import TaskQueueOfWorker, TaskWorker
 from tasks.scheduler import TaskScheduler
+from tasks.webhook_keeper import WebhookKeeper
+from tasks.webhook_worker import Postman
 
 _log = structlog.stdlib.get_logger("tasks.main")
 
@@ -56,6 +59,7 @@ class Tasks:
         self._stop = threading.Event()
         self._keeper: Keeper | None = None
         self._worker: TaskWorker | None = None
+        self._postman = Postman(self._connection, _WORKER_TTL_S, self._log_level)
 
     def run(self) -> int:
         """Serve until told to stop; answers the exit code."""
@@ -73,10 +77,12 @@ class Tasks:
         _log.info("tasks start", health_port=health.port, redis=mask(self._url))
         keeper = threading.Thread(target=self._keep, name="keeper", daemon=True)
         keeper.start()
+        self._postman.start()
         try:
             while not self._stop.is_set():
                 self._work()
         finally:
+            self._postman.stop(TaskWorker.grace_s)
             health.close()
         _log.info("tasks end")
         return 0
@@ -133,6 +139,7 @@ class Tasks:
         settings = self._settings
         client = connect(settings.redis_url, max_connections=4)
         sender = TaskQueue(self._url, settings.adapter_load_timeout_s)
+        webhook_queue = TaskQueue(self._url, settings.adapter_load_timeout_s, WEBHOOK_QUEUE)
         try:
             keeper = self._keeper = Keeper(
                 Adapters(client),
@@ -144,9 +151,11 @@ class Tasks:
                 every_s=settings.adapter_sweep_s,
                 retention_s=settings.adapter_retention_s,
             )
-            await keeper.run()
+            webhooks = WebhookKeeper(Webhooks(client), webhook_queue, self._metrics, settings.webhook_poll_s)
+            await asyncio.gather(keeper.run(), webhooks.run())
         finally:
             sender.close()
+            webhook_queue.close()
             await client.aclose()
 
     # Probes, called in the health server's threads

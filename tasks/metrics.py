@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from shared.adapter_record import AdapterRecord
 from shared.metrics import NAMESPACE
+from tasks.webhook_metrics import WebhookMetrics
 
 
 class TasksMetrics:
@@ -32,6 +33,9 @@ class TasksMetrics:
         self.errors = Counter(
             "tasks_keeper_errors", "Rounds of upkeep that something kept from ending", namespace=NAMESPACE, registry=r
         )
+
+        self.webhooks = WebhookMetrics()
+        r.register(self.webhooks)
 
     def records(self, records: Sequence[AdapterRecord]) -> None:
         """Count names: `serving`, `loading` for the first time, `failed` to."""

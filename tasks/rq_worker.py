@@ -9,7 +9,7 @@ import ctypes
 import signal
 import sys
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import structlog
 from redis import Redis
@@ -21,7 +21,7 @@ from rq.serializers import JSONSerializer
 
 from shared.redis_errors import TROUBLE
 from shared.task_queue import QUEUE
-from tasks.jobs import ALLOWED
+from tasks.jobs import ALLOWED, stopping
 from tasks.load import TryAgainError
 
 _log = structlog.stdlib.get_logger("tasks.rq_worker")
@@ -41,6 +41,8 @@ class ForeignTaskError(NoSuchJobError):
 class TaskJob(Job):
     """A job that can only be a call of an allowed function with plain arguments."""
 
+    allowed: ClassVar[frozenset[str]] = ALLOWED
+
     def restore(self, raw_data: Any) -> Any:
         """Read a job.
 
@@ -57,7 +59,7 @@ class TaskJob(Job):
             raise
         except Exception as error:  # noqa: BLE001 - bytes of anybody may fail in any way
             raise self._foreign(f"it does not read: {type(error).__name__}") from None
-        if function not in ALLOWED or instance is not None:
+        if function not in self.allowed or instance is not None:
             raise self._foreign("it calls another function")
         name, version, *rest = [*arguments, None, None] if len(arguments) != 2 else arguments
         if rest or options or not isinstance(name, str) or type(version) is not int:
@@ -96,6 +98,7 @@ class TaskWorker(Worker):
 
     def handle_warm_shutdown_request(self) -> None:
         """A task that does not end in time is killed; it is tried again, here or elsewhere."""
+        stopping.set()
         timer = threading.Timer(self.grace_s, self._hurry)
         timer.daemon = True
         timer.start()
