@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from shared import keys
 from shared.batch_record import BatchRecord, FileRecord, Progress, Purpose, decode, encode
 from shared.errors import ForeignDataError, InvalidRequestError, NotFoundError, ServiceUnavailableError
 from shared.jobstore import JobStore
-from shared.scripts import Call, load
+from shared.scripts import Call, load, parse_number
 
 #: Milliseconds after which a task that shows no sign of life counts as dead.
 RUNNING_MS: Final = 15_000
@@ -37,18 +39,53 @@ def made_file_id(batch: str, kind: str) -> str:
     return f"file-{hashlib.blake2b(f'{batch}/{kind}'.encode(), digest_size=16).hexdigest()}"
 
 
-def change_call(batch_id: str, data: bytes, wanted: bytes, ttl_ms: int) -> Call:
-    """Put a batch's record in the place of the one that was read as `data`."""
+@dataclass(frozen=True, slots=True)
+class BatchesOverview:
+    """All batches together.
+
+    Attributes:
+        open: batches that have not ended, by status.
+        in_flight: lines that are queued or running, as last shown.
+        ended: batches that have ended, ever, by status.
+        lines: lines that have ended, ever, by outcome: `completed`, `failed`, `expired`, `cancelled`.
+    """
+
+    open: Counter[str] = field(default_factory=Counter)
+    in_flight: int = 0
+    ended: Counter[str] = field(default_factory=Counter)
+    lines: Counter[str] = field(default_factory=Counter)
+
+
+def change_call(
+    batch_id: str, data: bytes, wanted: bytes, ttl_ms: int, counts: Mapping[str, int] | None = None
+) -> Call:
+    """Put a batch's record in the place of the one that was read as `data`. `counts` rise with it."""
     key, script = keys.batches(f"batch:{batch_id}"), load("batch_change")
-    return Call(("EVALSHA", script.sha, 1, key, data, wanted, ttl_ms), key, script)
+    command = ("EVALSHA", script.sha, 2, key, keys.batches("counts"), data, wanted, ttl_ms, *_pairs(counts))
+    return Call(command, key, script)
 
 
-def advance_call(batch_id: str, token: str, progress: Progress, part: str) -> Call:
-    """Enter a part of a batch's output, and the lines in it as done."""
+def advance_call(
+    batch_id: str, token: str, progress: Progress, part: str, counts: Mapping[str, int] | None = None
+) -> Call:
+    """Enter a part of a batch's output, and the lines in it as done. `counts` rise with it."""
     names = [keys.batches(f"{what}:{batch_id}") for what in ("running", "progress", "parts")]
+    names.append(keys.batches("counts"))
     script = load("batch_advance")
-    arguments = [token, progress.next_line, progress.completed, progress.failed, part]
-    return Call(("EVALSHA", script.sha, 3, *names, *arguments), names[0], script)
+    arguments = [token, progress.next_line, progress.completed, progress.failed, part, *_pairs(counts)]
+    return Call(("EVALSHA", script.sha, len(names), *names, *arguments), names[0], script)
+
+
+def _pairs(counts: Mapping[str, int] | None) -> list[str | int]:
+    return [part for pair in (counts or {}).items() if pair[1] for part in pair]
+
+
+def _ending(record: BatchRecord) -> dict[str, int]:
+    """What the end of a batch adds to the counts."""
+    counts = {f"ended_{record.status}": 1}
+    if record.status == "cancelled":
+        counts["lines_cancelled"] = max(0, record.total - record.completed - record.failed)
+    return counts
 
 
 class Batches(JobStore):
@@ -133,6 +170,7 @@ class Batches(JobStore):
     async def close_batch(self, batch_id: str) -> None:
         """A batch has ended: what was kept of its way there goes."""
         await self._ask("DEL", keys.batches(f"progress:{batch_id}"), keys.batches(f"parts:{batch_id}"))
+        await self._ask("HDEL", keys.batches("counts"), f"in_flight:{batch_id}")
         await self._ask("SREM", keys.batches("open"), batch_id)
 
     async def change(
@@ -155,7 +193,8 @@ class Batches(JobStore):
             if wanted == held:
                 return held
             ttl_ms = round(ttl_s * 1e3) if wanted.ended and ttl_s is not None else 0
-            if await self._run(change_call(batch_id, data, encode(wanted), ttl_ms)) == 1:
+            counts = _ending(wanted) if wanted.ended and not held.ended else None
+            if await self._run(change_call(batch_id, data, encode(wanted), ttl_ms, counts)) == 1:
                 return wanted
         raise ServiceUnavailableError("the batch is being changed all the time", retry_after=1.0)
 
@@ -167,10 +206,11 @@ class Batches(JobStore):
         except (TypeError, ValueError) as error:
             raise ForeignDataError(f"a batch's progress is not one that was written here: {error}") from None
 
-    async def show(self, batch_id: str, completed: int, failed: int) -> None:
-        """Tell how many lines are done, of which some are in no part yet."""
+    async def show(self, batch_id: str, completed: int, failed: int, in_flight: int) -> None:
+        """Tell how many lines are done, of which some are in no part yet, and how many are queued or running."""
         key = keys.batches(f"progress:{batch_id}")
         await self._ask("HSET", key, "seen_completed", completed, "seen_failed", failed)
+        await self._ask("HSET", keys.batches("counts"), f"in_flight:{batch_id}", in_flight)
 
     async def count_death(self, batch_id: str) -> int:
         """Count that whoever was at a batch died; how often that was since it last came further."""
@@ -201,9 +241,33 @@ class Batches(JobStore):
         if await self._ask("GET", key) == token.encode():
             await self._ask("DEL", key)
 
-    async def advance(self, batch_id: str, token: str, progress: Progress, part: str) -> bool:
-        """Enter a part whose content is there (empty for none); False where the caller is not at the batch any more."""
-        return bool(await self._run(advance_call(batch_id, token, progress, part)))
+    async def advance(
+        self, batch_id: str, token: str, progress: Progress, part: str, outcomes: Mapping[str, int] | None = None
+    ) -> bool:
+        """Enter a part whose content is there (empty for none); False where the caller is not at the batch any more.
+
+        `outcomes` are the lines of that part, see `BatchesOverview`.
+        """
+        counts = {f"lines_{outcome}": lines for outcome, lines in (outcomes or {}).items()}
+        return bool(await self._run(advance_call(batch_id, token, progress, part, counts)))
+
+    async def overview(self) -> BatchesOverview:
+        """All batches together."""
+        ids = await self.open_batches()
+        names = [keys.batches(f"batch:{batch_id}") for batch_id in ids]
+        records = await self._ask("MGET", *names) if names else []
+        held: dict[bytes, bytes] = await self._ask("HGETALL", keys.batches("counts"))
+        counts = {name.decode(errors="replace"): parse_number(value) for name, value in held.items()}
+
+        def of(prefix: str) -> Counter[str]:
+            return Counter({name.removeprefix(prefix): n for name, n in counts.items() if name.startswith(prefix)})
+
+        return BatchesOverview(
+            open=Counter(decode(data, BatchRecord).status for data in records if data is not None),
+            in_flight=sum(counts.get(f"in_flight:{batch_id}", 0) for batch_id in ids),
+            ended=of("ended_"),
+            lines=of("lines_"),
+        )
 
     async def _record(self, kind: str, name: str) -> bytes | None:
         data: bytes | None = await self._ask("GET", keys.batches(f"{kind}:{name}"))

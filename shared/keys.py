@@ -208,7 +208,7 @@ def batches(what: str) -> str:
     `file:<id>` and `batch:<id>` (strings: records in JSON), `files:<tenant>` and `batches:<tenant>` (sorted sets: ids
     by the ms of their making), `files_expire` (sorted set: ids of files by the ms in which their contents go), `open`
     (set: batches that have not ended), `progress:<id>` (hash: how far a batch is), `parts:<id>` (list: pieces of its
-    output), `running:<id>` (string that expires: who is at a batch).
+    output), `running:<id>` (string that expires: who is at a batch), `counts` (hash: what has ended).
     """
     return f"rw:{{batches}}:{what}"
 

@@ -10,7 +10,7 @@ import structlog
 from msgspec.structs import replace
 
 from shared.batch_record import BatchRecord, Fault
-from shared.batches import Batches
+from shared.batches import Batches, BatchesOverview
 from shared.errors import NotFoundError
 from shared.file_store import FileStore
 from shared.task_queue import TaskQueue
@@ -36,6 +36,10 @@ class BatchKeeper:
         for batch_id in ids:
             await self._look_after(batch_id)
         self._missed = {name: since for name, since in self._missed.items() if name in ids}
+
+    async def overview(self) -> BatchesOverview:
+        """All batches together, for metrics."""
+        return await self._batches.overview()
 
     async def tidy(self) -> None:
         """Delete files whose time is over."""

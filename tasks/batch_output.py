@@ -28,11 +28,17 @@ class Part:
     lines: int = 0
     completed: int = 0
     failed: int = 0
+    expired: int = 0
 
     @classmethod
     def empty(cls) -> Part:
         """Nothing yet."""
         return cls(bytearray(), bytearray(), [])
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        """Lines by what became of them; an expired one is a failed one in what a batch shows of itself."""
+        return {"completed": self.completed, "failed": self.failed - self.expired, "expired": self.expired}
 
     @property
     def bytes(self) -> int:
@@ -50,6 +56,7 @@ class Part:
         """A line whose batch expired before it had ended."""
         name = _request_id(batch, number)
         self._write(number, {"id": name, "custom_id": custom_id, "response": None, "error": _EXPIRED}, False)
+        self.expired += 1
 
     def _write(self, number: int, line: dict[str, object], done: bool) -> None:
         (self.out if done else self.err).extend(msgspec.json.encode(line) + b"\n")

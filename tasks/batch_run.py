@@ -91,6 +91,7 @@ class BatchRun:
         self._lost = self._yielding = self._expired = False
         self._progress = Progress()
         self._begun: deque[_Begun] = deque()
+        self._in_flight = 0
         self._part = Part.empty()
         self._runner: LineRunner | None = None
 
@@ -219,7 +220,11 @@ class BatchRun:
 
         async def run() -> Outcome | None:
             async with gate:
-                return await runner.run(line.number, body, remaining_s)
+                self._in_flight += 1
+                try:
+                    return await runner.run(line.number, body, remaining_s)
+                finally:
+                    self._in_flight -= 1
 
         task = None if beyond else asyncio.create_task(run(), name=f"line-{line.number}")
         self._begun.append(_Begun(line.number, custom_id, len(body), task))
@@ -264,7 +269,7 @@ class BatchRun:
         if part.bytes:
             name = f"{progress.next_line}-{secrets.token_hex(16)}"
             await asyncio.to_thread(write_part, self._files, self._id, name, part)
-        if not await self._batches.advance(self._id, self._token, progress, name):
+        if not await self._batches.advance(self._id, self._token, progress, name, part.outcomes):
             raise NotMineError("another task is at the batch")
         self._progress, self._written = progress, time.monotonic()
         await runner.forget(part.job_ids)
@@ -359,7 +364,7 @@ class BatchRun:
         if self._runner is not None:
             self._stop_if(record, await self._batches.clock_ms())
             done, failed = self._shown()
-            await self._batches.show(self._id, done, failed)
+            await self._batches.show(self._id, done, failed, self._in_flight)
             if before is None and self._stopped is not None:
                 await self._runner.cancel_all()
         ran_s = time.monotonic() - self._began

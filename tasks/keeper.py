@@ -92,6 +92,7 @@ class Keeper:
         """Look once, unless another keeper does."""
         await self._adapters.tasks_alive(_MISSED * self._every_s + _ABANDONED_S)
         await asyncio.to_thread(self._scheduler.queue_due)
+        self._metrics.batches.overview = await self._batches.overview()
         if not await self._adapters.lock_keeper(self._name, 0.9 * self._every_s):
             return
         records = await self._adapters.records()

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from shared.adapter_record import AdapterRecord
 from shared.metrics import NAMESPACE
+from tasks.batch_metrics import BatchCollector
 from tasks.webhook_metrics import WebhookMetrics
 
 
@@ -33,7 +34,8 @@ class TasksMetrics:
         self.errors = Counter(
             "tasks_keeper_errors", "Rounds of upkeep that something kept from ending", namespace=NAMESPACE, registry=r
         )
-
+        self.batches = BatchCollector()
+        r.register(self.batches)
         self.webhooks = WebhookMetrics()
         r.register(self.webhooks)
 

@@ -10,13 +10,14 @@ import pytest
 from msgspec.structs import replace
 
 from shared import keys
-from shared.batch_record import BatchRecord, FileRecord, Progress
-from shared.batches import Batches, new_batch_id, new_file_id
+from shared.batch_record import BatchRecord, FileRecord, Progress, encode
+from shared.batches import Batches, BatchesOverview, change_call, new_batch_id, new_file_id
 from shared.connect import connect
 from shared.errors import InvalidRequestError, NotFoundError
 from shared.file_store import FileStore
 from shared.task_queue import TaskQueue
 from tasks.batch_keeper import MOST_DEATHS, BatchKeeper
+from tasks.metrics import TasksMetrics
 
 
 @pytest.fixture
@@ -58,6 +59,50 @@ async def test_only_one_is_at_a_batch(batches: Batches) -> None:
     assert await batches.is_running(record.id)
     await batches.leave(record.id, "one")
     assert not await batches.is_running(record.id)
+
+
+async def test_what_is_said_twice_counts_once(batches: Batches) -> None:
+    """The first answer may be lost on its way."""
+    record = replace(a_batch(), status="in_progress", total=9)
+    await batches.add_batch(record)
+    await batches.begin(record.id, "one")
+    progress = Progress(next_line=5, completed=4, failed=1)
+    for _ in range(2):
+        assert await batches.advance(record.id, "one", progress, "part", {"completed": 4, "failed": 1, "expired": 0})
+    assert await batches.parts(record.id) == ["part"]
+    assert (await batches.overview()).lines == {"completed": 4, "failed": 1}
+    data = await batches._ask("GET", keys.batches(f"batch:{record.id}"))
+    wanted = encode(replace(record, slices=1))
+    call = change_call(record.id, data, wanted, 0, {"ended_completed": 1})
+    assert [await batches._run(call) for _ in range(2)] == [1, 0]
+    assert (await batches.overview()).ended == {"completed": 1}
+
+
+async def test_an_overview_of_all_batches(batches: Batches) -> None:
+    assert await batches.overview() == BatchesOverview()
+    records = [replace(a_batch(), status=status, total=9) for status in ("validating", "in_progress", "in_progress")]
+    for number, record in enumerate(records):
+        await batches.add_batch(record)
+        await batches.show(record.id, 0, 0, 10 * number)
+    overview = await batches.overview()
+    assert overview.open == {"validating": 1, "in_progress": 2} and overview.in_flight == 30
+    change = {"completed": 3, "failed": 1, "ended_ms": 1}
+    for _ in range(2):
+        await batches.change(records[2].id, lambda held: replace(held, status="cancelled", **change), 60)
+    await batches.close_batch(records[2].id)
+    overview = await batches.overview()
+    assert overview.open == {"validating": 1, "in_progress": 1} and overview.in_flight == 10
+    assert overview.ended == {"cancelled": 1} and overview.lines == {"cancelled": 5}
+
+
+def test_zeros_of_batches_before_anything_happens() -> None:
+    registry = TasksMetrics().registry
+    for state in ("validating", "in_progress", "finalizing", "cancelling"):
+        assert registry.get_sample_value("ropeway_batches", {"state": state}) == 0
+    for name in ("completed", "failed", "expired", "cancelled"):
+        assert registry.get_sample_value("ropeway_batches_ended_total", {"status": name}) == 0
+        assert registry.get_sample_value("ropeway_batch_lines_total", {"outcome": name}) == 0
+    assert registry.get_sample_value("ropeway_batch_lines_in_flight") == 0
 
 
 async def test_pages_pass_over_records_that_have_expired(batches: Batches) -> None:
