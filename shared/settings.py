@@ -225,6 +225,12 @@ class WorkerSettings(CommonSettings):
     max_cpu_loras: int | None = Field(
         None, ge=1, description="adapters kept in memory, pinned ones among them; unset: four times max_loras"
     )
+    adapter_copies_mb: int = Field(
+        20_480,
+        ge=0,
+        description="disk in cache_dir for copies of adapters from an object store, beside the newest; "
+        "those that were read longest ago go first",
+    )
     kernels: Literal["auto", "triton", "reference"] = Field(
         "auto", description="auto: the device's own; triton: on a CPU in its interpreter, for tests; reference: torch"
     )

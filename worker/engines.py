@@ -82,7 +82,10 @@ def _build_model(settings: WorkerSettings) -> EngineProtocol:
 
 
 def _source(settings: WorkerSettings) -> StoreSource | None:
-    return StoreSource(open_store(settings.adapter_store, settings.cache_dir)) if settings.enable_lora else None
+    if not settings.enable_lora:
+        return None
+    most = settings.adapter_copies_mb * 2**20
+    return StoreSource(open_store(settings.adapter_store, settings.cache_dir, most_copies_bytes=most))
 
 
 def _max_cpu_loras(settings: WorkerSettings) -> int:

@@ -6,6 +6,7 @@ block: make them in a thread.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
@@ -34,12 +35,15 @@ def user_cache_dir() -> Path:
     return (Path(base) if base else Path("~/.cache").expanduser()) / "ropeway"
 
 
-def open_store(setting: str | None, cache_dir: Path | None = None) -> AdapterStore:
+def open_store(
+    setting: str | None, cache_dir: Path | None = None, *, most_copies_bytes: float = math.inf
+) -> AdapterStore:
     """The store that a setting names: a folder, an fsspec URL such as `s3://bucket/adapters`, or None for
     `default_store`.
 
     Args:
         cache_dir: where copies of what is in an object store are kept; None: the user's cache folder.
+        most_copies_bytes: of these, beside the newest.
 
     Raises:
         InvalidRequestError: no file system is installed for the URL.
@@ -51,5 +55,5 @@ def open_store(setting: str | None, cache_dir: Path | None = None) -> AdapterSto
     if _URL.match(setting):
         from shared.adapter_store.remote import RemoteStore  # its libraries take time, and most need them not
 
-        return RemoteStore(setting, (cache_dir or user_cache_dir()) / "adapter-copies")
+        return RemoteStore(setting, (cache_dir or user_cache_dir()) / "adapter-copies", most_copies_bytes)
     return FolderStore(Path(setting).expanduser())

@@ -8,7 +8,7 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Final
 
@@ -65,7 +65,7 @@ class AdapterStore(ABC):
 
     @abstractmethod
     def discard_copy(self, identity: str) -> None:
-        """Have the next `folder` copy it anew; nothing where `folder` makes no copies."""
+        """Have the next `folder` copy it anew; nothing where `folder` makes no copies. A copy that cannot go stays."""
 
     @abstractmethod
     def create_upload(self, upload: str, file: str) -> IO[bytes]:
@@ -101,6 +101,16 @@ class AdapterStore(ABC):
 
     def _sweep_incoming(self, older_than_s: float) -> None:
         sweep_folder(self._local / INCOMING, older_than_s)
+
+    def _move_away(self, path: Path) -> None:
+        """Delete a folder so that nobody ever sees half of it."""
+        if not path.exists():
+            return
+        (self._local / INCOMING).mkdir(parents=True, exist_ok=True)
+        trash = Path(tempfile.mkdtemp(dir=self._local / INCOMING))
+        with suppress(FileNotFoundError):  # somebody else was quicker
+            path.rename(trash / "gone")
+        shutil.rmtree(trash, ignore_errors=True)
 
 
 @contextmanager

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from shared.adapter_store.base import (
-    INCOMING,
     RETRY_AFTER_S,
     UPLOADS,
     AdapterStore,
@@ -103,16 +100,6 @@ class FolderStore(AdapterStore):
             return place.is_dir() and content_identity(place) == identity
         except AdapterError:
             return False
-
-    def _move_away(self, path: Path) -> None:
-        """Delete a folder so that nobody ever sees half of it."""
-        if not path.exists():
-            return
-        (self._local / INCOMING).mkdir(parents=True, exist_ok=True)
-        trash = Path(tempfile.mkdtemp(dir=self._local / INCOMING))
-        with suppress(FileNotFoundError):  # somebody else was quicker
-            path.rename(trash / "gone")
-        shutil.rmtree(trash, ignore_errors=True)
 
 
 def _settle(path: Path) -> None:

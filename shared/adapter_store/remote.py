@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
+import math
+import os
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 import fsspec
+import structlog
 from filelock import FileLock
 
 from shared.adapter_store.base import (
@@ -20,8 +22,10 @@ from shared.adapter_store.base import (
     trouble,
 )
 from shared.errors import AdapterError, InvalidRequestError, StoreUnavailableError
-from shared.lora.files import FILES, content_identity
+from shared.lora.files import FILES, IDENTITY_PATTERN, content_identity
 from shared.lora.peft_config import CONFIG_FILE
+
+_log = structlog.stdlib.get_logger("shared.adapter_store")
 
 LOCKS = ".locks"
 
@@ -32,10 +36,12 @@ class RemoteStore(AdapterStore):
     Args:
         url: of the folder, as fsspec reads it.
         copies: where this machine keeps what it has read, by identity.
+        most_bytes: of all copies, beside the newest; those that were read longest ago go first.
     """
 
-    def __init__(self, url: str, copies: Path) -> None:
+    def __init__(self, url: str, copies: Path, most_bytes: float = math.inf) -> None:
         super().__init__(copies)
+        self._most_bytes = most_bytes
         try:
             self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
@@ -45,14 +51,15 @@ class RemoteStore(AdapterStore):
     def folder(self, identity: str) -> Path:
         """See `AdapterStore.folder`."""
         copy = self._local / checked(identity)
-        if (copy / CONFIG_FILE).is_file():
+        if self._used(copy):
             return copy
         with trouble("adapters cannot be kept on this machine"):
             (self._local / LOCKS).mkdir(parents=True, exist_ok=True)
             lock = FileLock(self._local / LOCKS / identity)
             with lock:
-                if not (copy / CONFIG_FILE).is_file():
+                if not self._used(copy):
                     self._copy(identity, copy)
+                    self._trim(copy)
         return copy
 
     def holds(self, identity: str) -> bool:
@@ -80,7 +87,11 @@ class RemoteStore(AdapterStore):
 
     def discard_copy(self, identity: str) -> None:
         """See `AdapterStore.discard_copy`."""
-        shutil.rmtree(self._local / checked(identity), ignore_errors=True)
+        copy = self._local / checked(identity)
+        try:
+            self._move_away(copy)
+        except OSError as error:
+            _log.warning("copy of an adapter not deleted", identity=identity, error=error.strerror)
 
     def create_upload(self, upload: str, file: str) -> IO[bytes]:
         """See `AdapterStore.create_upload`."""
@@ -125,8 +136,31 @@ class RemoteStore(AdapterStore):
                     self._fs.get_file(self._path(identity, name), str(partial / name))
             if content_identity(partial) != identity:
                 raise AdapterError(f"adapter {identity}: the store's files are others than their name says")
-            shutil.rmtree(copy, ignore_errors=True)
+            self._move_away(copy)
             partial.rename(copy)
+            self._used(copy)
+
+    def _used(self, copy: Path) -> bool:
+        """Whether a copy is there; it is then the one that was used last."""
+        with suppress(OSError):  # not there, or not ours: then the order of deletion is not the best
+            os.utime(copy)
+        return (copy / CONFIG_FILE).is_file()
+
+    def _trim(self, newest: Path) -> None:
+        """Delete copies beyond the limit. Whoever has just been given one finds it gone, and asks for it again."""
+        found = []
+        for path in self._local.iterdir():
+            with suppress(FileNotFoundError):  # somebody else was quicker
+                if path != newest and IDENTITY_PATTERN.fullmatch(path.name):
+                    size = sum((path / name).stat().st_size for name in FILES)
+                    found.append((path.stat().st_mtime_ns, size, path))
+        total = sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            if total <= self._most_bytes:
+                return
+            self.discard_copy(path.name)
+            total -= size
+            _log.info("copy of an adapter deleted, there are too many", identity=path.name, bytes=size)
 
     def _path(self, identity: str, name: str) -> str:
         return f"{self._root}/{checked(identity)}/{name}"

@@ -168,6 +168,29 @@ def test_a_remote_adapter_is_copied_once_and_again_when_discarded(tmp_path: Path
     assert content_identity(store.folder(identity)) == identity
 
 
+def test_copies_take_no_more_than_they_may(tmp_path: Path) -> None:
+    url, copies = f"local://{tmp_path}/store", tmp_path / "copies"
+    store = RemoteStore(url, copies)
+    identities = [put(store, float(value)) for value in range(6)]
+    each = sum(path.stat().st_size for path in store.folder(identities[0]).iterdir())
+    store = RemoteStore(url, copies, most_bytes=2.5 * each)
+
+    def there() -> set[int]:
+        return {number for number, identity in enumerate(identities) if (copies / identity).exists()}
+
+    for number in range(3):
+        store.folder(identities[number])
+    assert there() == {0, 1, 2}, "two beside the newest"
+    store.folder(identities[0])
+    store.folder(identities[3])
+    assert there() == {0, 2, 3}, "used again, the first is no longer the oldest"
+    assert content_identity(store.folder(identities[1])) == identities[1], "it is copied anew"
+    assert there() == {0, 3, 1}
+    assert not list((copies / ".incoming").iterdir())
+    RemoteStore(url, copies, most_bytes=0).folder(identities[5])
+    assert there() == {5}, "what is read now is always kept"
+
+
 def _copy_in_process(url: str, copies: Path, identity: str) -> None:
     assert content_identity(RemoteStore(url, copies).folder(identity)) == identity
 
