@@ -96,8 +96,8 @@ class LLM:
                 cache_dir=cache_dir,
             )
         )
-        self._adapters = NamedAdapters(self._engine.library)
         self._info = self._engine.info()
+        self._adapters = NamedAdapters(self._engine.library, self._info.max_lora_rank)
         self._tokenizer = self._engine.tokenizer
         self._own_tokenizer: Tokenizer | None = None
         self._ids = count()
@@ -120,7 +120,8 @@ class LLM:
         """Register adapters, these and no others, so that `lora_request` can name them. Nothing is loaded yet.
 
         Raises:
-            InvalidRequestError: one cannot be read, or adapters are not enabled; nothing has changed then.
+            InvalidRequestError: one cannot be read, its rank is above `max_lora_rank`, or adapters are not enabled;
+                nothing has changed then.
         """
         self._adapters.set(adapters)
 

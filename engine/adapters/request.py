@@ -9,6 +9,7 @@ from typing import Any
 
 from engine.adapters.library import AdapterLibrary
 from shared.errors import AdapterError, InvalidRequestError, ModelNotFoundError, UnsupportedParameterError
+from shared.lora.check import check_ranks
 from shared.lora.files import NAME_PATTERN, content_identity
 
 
@@ -36,10 +37,11 @@ class NamedAdapters:
 
     Args:
         library: None where adapters are not enabled.
+        max_rank: largest rank that is served.
     """
 
-    def __init__(self, library: AdapterLibrary[Any] | None) -> None:
-        self._library = library
+    def __init__(self, library: AdapterLibrary[Any] | None, max_rank: int) -> None:
+        self._library, self._max_rank = library, max_rank
         self._names: dict[str, str] = {}
 
     @property
@@ -51,7 +53,7 @@ class NamedAdapters:
         """Register these and no others. Running requests of the others go on.
 
         Raises:
-            AdapterError: one cannot be read; nothing has changed then.
+            AdapterError: one cannot be read, or its rank is too high; nothing has changed then.
             InvalidRequestError: a name is not one, or there twice.
             UnsupportedParameterError: adapters are not enabled.
         """
@@ -69,7 +71,7 @@ class NamedAdapters:
         """The identity to compute with; a request registers its adapter, also in the place of another of its name.
 
         Raises:
-            AdapterError: its files cannot be read.
+            AdapterError: its files cannot be read, or its rank is too high.
             ModelNotFoundError: no adapter has this name.
             UnsupportedParameterError: adapters are not enabled.
         """
@@ -92,6 +94,7 @@ class NamedAdapters:
         if not request.lora_path:
             raise AdapterError("lora_path: must name the adapter's folder", param="lora_path")
         try:
+            check_ranks(Path(request.lora_path), self._max_rank)
             return content_identity(Path(request.lora_path))
         except AdapterError as error:
             raise AdapterError(f"adapter {request.lora_name}: {error.message}", param="lora_path") from None

@@ -88,6 +88,18 @@ def check_adapter(
     return Checked(rank, size)
 
 
+def check_ranks(folder: Path, most: int) -> None:
+    """Look at the largest rank of an adapter, which its config and the names of its tensors tell without its weights.
+
+    Raises:
+        AdapterError: it is above the largest that is served, or the config or the weights' header cannot be served.
+    """
+    config = read_config(folder)
+    pairs = layout.layout_of(_tensors(weights_file(folder))).pairs
+    rank = max(config.rank(module) for module in pairs)
+    layout.check_rank(rank, most, "r" if rank == config.r else "rank_pattern")
+
+
 def _tensors(path: Path) -> dict[str, _Tensor]:
     """What the header says, once the library has found it in order: offsets, sizes and the file's length agree."""
     try:

@@ -112,10 +112,10 @@ def check_copy(module: str, shape: Sequence[int], own: Sequence[int] | None) -> 
         raise AdapterError(f"{WEIGHTS_FILE}: {module}: resized to {list(shape)}, the model's is {list(own)}")
 
 
-def check_rank(rank: int, most: int) -> None:
-    """Raises AdapterError for a rank above the largest that is served."""
+def check_rank(rank: int, most: int, field: str = "r") -> None:
+    """Raises AdapterError for a rank above the largest that is served; `field` of the config says the rank."""
     if rank > most:
-        raise AdapterError(f"r: the adapter's rank is {rank}, at most {most} is served (max_lora_rank)")
+        raise AdapterError(f"{field}: the adapter's rank is {rank}, at most {most} is served (max_lora_rank)")
 
 
 def not_finite(half: str, module: str) -> AdapterError:

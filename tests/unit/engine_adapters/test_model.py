@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from engine.llm import LLM
 from engine.outputs import RequestOutput
 from ropeway import LoRARequest
-from shared.errors import InvalidRequestError, ModelNotFoundError, UnsupportedParameterError
+from shared.errors import AdapterError, InvalidRequestError, ModelNotFoundError, UnsupportedParameterError
 from shared.sampling import SamplingParams
 from tests.support.native import load_native
-from tests.support.peft_adapters import ATTENTION, save_adapter
+from tests.support.peft_adapters import ATTENTION, edit_tensors, save_adapter
 from tests.support.tiny_llama import VOCAB, save_tiny_model
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -63,7 +63,8 @@ def kernels(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def make(world: World, kernels: str, **options: Any) -> LLM:
+def make(world: World, kernels: str, adapters: list[str] | None = None, **options: Any) -> LLM:
+    """With all adapters, or those of these names."""
     settings: dict[str, Any] = {"max_loras": 8, "max_lora_rank": 8, "num_blocks": 200, "block_size": 4}
     llm = LLM(
         str(world.folder / "model"),
@@ -72,7 +73,7 @@ def make(world: World, kernels: str, **options: Any) -> LLM:
         enable_lora=True,
         **(settings | options),
     )
-    llm.set_adapters(world.requests())
+    llm.set_adapters([request for request in world.requests() if adapters is None or request.lora_name in adapters])
     return llm
 
 
@@ -201,11 +202,34 @@ def test_without_adapters_enabled_they_are_refused(world: World) -> None:
             call()
 
 
-def test_an_adapter_of_too_high_a_rank_fails_its_requests_alone(world: World) -> None:
-    llm = make(world, "torch", max_lora_rank=4)
-    outputs = generate(llm, [prompt(1, 9)] * 3, ["rslora", "plain", None])
-    assert outputs[0].error is not None
-    assert "max_lora_rank" in outputs[0].error.message
+def test_an_adapter_of_too_high_a_rank_is_refused_at_once(world: World) -> None:
+    llm = make(world, "torch")
+    limited = make(world, "torch", adapters=[], max_lora_rank=7)
+    requests = {request.lora_name: request for request in world.requests()}
+    limited.set_adapters([requests["plain"], requests["pattern"]])
+    with pytest.raises(AdapterError, match=r"adapter rslora: r: .*rank is 8, at most 7 is served \(max_lora_rank\)"):
+        limited.set_adapters([requests["one"], requests["rslora"]])
+    assert limited.list_adapters() == ["pattern", "plain"], "nothing has changed"
+    with pytest.raises(AdapterError, match="rank is 8"):
+        generate(limited, [prompt(1, 9)], [requests["rslora"]])
+    assert ids(generate(limited, [prompt(1, 9)], ["plain"])) == ids(generate(llm, [prompt(1, 9)], ["plain"]))
+    with pytest.raises(AdapterError, match=r"rank_pattern: .*rank is 7, at most 6"):
+        make(world, "torch", max_lora_rank=6, adapters=["pattern"])
+
+
+def test_a_pattern_s_rank_counts_only_where_the_adapter_has_such_a_module(world: World, tmp_path: Path) -> None:
+    save_adapter(world.base, tmp_path, r=64, rank_pattern={"q_proj": 2, "lm_head": 99}, target_modules=["q_proj"])
+    llm = make(world, "torch", max_lora_rank=2, adapters=[])
+    llm.set_adapters([LoRARequest("low", 0, str(tmp_path))])
+    assert generate(llm, [prompt(1, 9)], ["low"])[0].error is None
+
+
+def test_weights_that_are_found_damaged_fail_their_requests_alone(world: World, tmp_path: Path) -> None:
+    save_adapter(world.base, tmp_path, seed=3)
+    edit_tensors(tmp_path, layers__1__mlp__down_proj__lora_B__weight=torch.full((48, 4), torch.nan))
+    llm = make(world, "torch")
+    outputs = generate(llm, [prompt(1, 9)] * 3, [LoRARequest("damaged", 0, str(tmp_path)), "plain", None])
+    assert outputs[0].error is not None and "not a finite number" in outputs[0].error.message
     assert [output.error for output in outputs[1:]] == [None, None]
 
 
