@@ -35,6 +35,8 @@ _EXTRAS = {
     "dead": "gateway",
     "pool": "gateway",
     "protocol": "gateway",
+    "keys": "gateway",
+    "tenants": "gateway",
 }
 #: Fields of a request that `ropeway submit` sets itself, from its argument and its options.
 _OWN_FIELDS = frozenset({"messages", "model", "prompt", "raw", "self", "stream"})
@@ -141,8 +143,10 @@ def _add_processes() -> None:
     """The commands made of settings; where their libraries are missing, they only say which extra brings them."""
     try:
         from ropeway.contract import protocol
+        from ropeway.keys import keys
         from ropeway.operate import dead, pool
         from ropeway.processes import commands
+        from ropeway.tenants import tenants
     except ModuleNotFoundError as error:
         for name, extra in _EXTRAS.items():
             _add_unavailable(name, extra, error)
@@ -151,6 +155,8 @@ def _add_processes() -> None:
         app.add_typer(dead, name="dead")
         app.add_typer(pool, name="pool")
         app.add_typer(protocol, name="protocol")
+        app.add_typer(keys, name="keys")
+        app.add_typer(tenants, name="tenants")
 
 
 def _add_unavailable(name: str, extra: str, error: ModuleNotFoundError) -> None:

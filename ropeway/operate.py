@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from datetime import UTC, datetime
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 import typer
 from rich.table import Table
 
 from ropeway.console import EXIT_USAGE, fail, out
-from ropeway.options import Given, build, with_settings
-from shared.connect import connect
-from shared.errors import ProtocolError, RopewayError, ServiceUnavailableError
+from ropeway.options import Given, with_settings
+from ropeway.redis_commands import run, show, time_text
+from shared.errors import ProtocolError
 from shared.jobs import DeadLetter, LaneLoad
 from shared.protocol import Envelope, decode
-from shared.redis_url import mask
 from shared.settings import CommonSettings
 from shared.upkeep import Upkeep
-
-T = TypeVar("T")
 
 dead = typer.Typer(help="Jobs that were given up: list, show, retry, purge.", no_args_is_help=True)
 pool = typer.Typer(help="Pools: list, pause, unpause.", no_args_is_help=True)
@@ -31,8 +26,6 @@ pool = typer.Typer(help="Pools: list, pause, unpause.", no_args_is_help=True)
 JobIds = Annotated[list[str], typer.Argument(help="Ids of dead jobs.")]
 Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
 PoolName = Annotated[str, typer.Argument(help="Name of the pool.")]
-#: Least width of all columns but the first.
-_OTHER_COLUMNS = 60
 #: Seconds that a worker may miss its heartbeat and still counts as alive.
 _WORKER_TTL_MS = 15_000
 
@@ -64,15 +57,15 @@ def list_dead(
                 found += await upkeep.dead_letters(name, lane, limit)
         return sorted(found, key=lambda letter: letter.buried_ms, reverse=True)
 
-    letters = _run(given, gather)
+    letters = run(given, Upkeep, gather)
     if as_json:
         out.out(json.dumps([_plain(letter) for letter in letters], indent=2), highlight=False)
         return
     table = Table("job", "buried", "attempts", "reason", "error")
     for letter in letters:
         error = letter.error.message if letter.error is not None else ""
-        table.add_row(letter.job_id, _time(letter.buried_ms), str(letter.attempts), letter.reason, error)
-    _show(table, [letter.job_id for letter in letters], "no dead letters")
+        table.add_row(letter.job_id, time_text(letter.buried_ms), str(letter.attempts), letter.reason, error)
+    show(table, [letter.job_id for letter in letters], "no dead letters")
 
 
 @dead.command("show")
@@ -85,7 +78,7 @@ def show_dead(
     ] = False,
 ) -> None:
     """Show one dead letter with its envelope, as JSON."""
-    letter = _run(given, lambda upkeep: upkeep.find_dead(job_id))
+    letter = run(given, Upkeep, lambda upkeep: upkeep.find_dead(job_id))
     shown = _plain(letter)
     try:
         envelope = decode(letter.envelope, Envelope)
@@ -108,7 +101,7 @@ def retry_dead(given: Given, job_ids: JobIds) -> None:
     async def retry(upkeep: Upkeep) -> list[tuple[str, str]]:
         return [(job_id, await upkeep.retry_dead(job_id)) for job_id in job_ids]
 
-    for old, new in _run(given, retry):
+    for old, new in run(given, Upkeep, retry):
         out.print(f"{old} -> {new}", soft_wrap=True)
 
 
@@ -132,7 +125,7 @@ def purge_dead(
             await upkeep.purge_dead(letter)
         return len(letters)
 
-    out.print(f"purged {_run(given, purge)}")
+    out.print(f"purged {run(given, Upkeep, purge)}")
 
 
 @pool.command("list")
@@ -151,7 +144,7 @@ def list_pools(given: Given, as_json: Json = False) -> None:
             for name, lanes in await _pools(upkeep, None)
         ]
 
-    states = _run(given, gather)
+    states = run(given, Upkeep, gather)
     if as_json:
         out.out(json.dumps([dataclasses.asdict(state) for state in states], indent=2), highlight=False)
         return
@@ -165,31 +158,21 @@ def list_pools(given: Given, as_json: Json = False) -> None:
             f"{jobs.queued_jobs} jobs, {jobs.queued_tokens} tokens",
             f"{jobs.running_jobs} jobs, {jobs.running_tokens} tokens",
         )
-    _show(table, [state.name for state in states], "no pools")
+    show(table, [state.name for state in states], "no pools")
 
 
 @pool.command("pause")
 @with_settings(CommonSettings)
 def pause_pool(given: Given, name: PoolName) -> None:
     """Let a pool's workers take no further job; what runs goes on, and jobs are still accepted."""
-    _run(given, lambda upkeep: _existing(upkeep, name, upkeep.pause))
+    run(given, Upkeep, lambda upkeep: _existing(upkeep, name, upkeep.pause))
 
 
 @pool.command("unpause")
 @with_settings(CommonSettings)
 def unpause_pool(given: Given, name: PoolName) -> None:
     """Let a paused pool's workers take jobs again."""
-    _run(given, lambda upkeep: _existing(upkeep, name, upkeep.unpause))
-
-
-def _show(table: Table, names: Sequence[str], nothing: str) -> None:
-    """Print a table whose first column has names that other commands take: whole, however narrow the terminal is."""
-    if not names:
-        out.print(nothing)
-        return
-    table.columns[0].no_wrap = True
-    out.width = max(out.width, max(map(len, names)) + _OTHER_COLUMNS)
-    out.print(table)
+    run(given, Upkeep, lambda upkeep: _existing(upkeep, name, upkeep.unpause))
 
 
 async def _existing(upkeep: Upkeep, name: str, call: Callable[[str], Awaitable[None]]) -> None:
@@ -209,35 +192,12 @@ async def _pools(upkeep: Upkeep, only: str | None) -> Sequence[tuple[str, int]]:
     return found
 
 
-def _run(given: Given, call: Callable[[Upkeep], Awaitable[T]]) -> T:
-    """What a call answers; our errors end the command in one line."""
-    settings = build(CommonSettings, given)
-
-    async def main() -> T:
-        client = connect(settings.redis_url)
-        try:
-            return await call(Upkeep(client))
-        finally:
-            await client.aclose()
-
-    try:
-        return asyncio.run(main())
-    except ServiceUnavailableError as error:
-        fail(f"{error.message} ({mask(settings.redis_url)}; --redis or ROPEWAY_REDIS_URL names another one)")
-    except RopewayError as error:
-        fail(error.message)
-
-
 def _plain(letter: DeadLetter) -> dict[str, Any]:
     return {
         "job_id": letter.job_id,
-        "buried": _time(letter.buried_ms),
+        "buried": time_text(letter.buried_ms),
         "attempts": letter.attempts,
         "reason": letter.reason,
         "error": letter.error.message if letter.error is not None else None,
         "code": letter.error.code if letter.error is not None else None,
     }
-
-
-def _time(unix_ms: int) -> str:
-    return datetime.fromtimestamp(unix_ms / 1e3, UTC).isoformat(timespec="seconds")

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from gateway.metrics import GatewayMetrics
 from gateway.sweeper import Sweeper
-from ropeway import cli, operate
+from ropeway import cli, redis_commands
 from shared import keys
 from shared.connect import connect
 from shared.errors import ServiceUnavailableError
@@ -223,8 +223,8 @@ async def _away(pool: str) -> AsyncIterator[str]:
 def test_names_are_whole_in_a_narrow_terminal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other commands take them."""
     console = Console(width=80, file=io.StringIO())
-    monkeypatch.setattr(operate, "out", console)
+    monkeypatch.setattr(redis_commands, "out", console)
     table = Table("job", "buried", "attempts", "reason", "error")
     table.add_row(name, "2026-11-30T18:00:00", "5", "workers died", "the job was given up: its workers died again")
-    operate._show(table, [name], "none")
+    redis_commands.show(table, [name], "none")
     assert name in console.file.getvalue()  # type: ignore[attr-defined]

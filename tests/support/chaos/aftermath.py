@@ -16,6 +16,7 @@ _MAY_STAY = (
     "}:card", "}:tok", "}:lora", "}:workers", "}:dead",
     *(keys.webhook_state(what) for what in ("counts", "secrets")),
     *(keys.adapters(what) for what in ("names", "draining", "unused", "revision")),
+    *(keys.access(what) for what in ("keys", "tenants")),
 )  # fmt: skip
 
 

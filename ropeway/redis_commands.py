@@ -1,0 +1,58 @@
+"""What commands that speak with Redis, and not with a gateway, have in common."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
+from typing import TypeVar
+
+from rich.table import Table
+
+from ropeway.console import EXIT_USAGE, fail, out
+from ropeway.options import Given, build
+from shared.connect import connect
+from shared.errors import InvalidRequestError, RopewayError, ServiceUnavailableError
+from shared.jobstore import JobStore
+from shared.redis_url import mask
+from shared.settings import CommonSettings
+
+S = TypeVar("S", bound=JobStore)
+T = TypeVar("T")
+
+#: Least width of all columns but the first.
+_OTHER_COLUMNS = 60
+
+
+def run(given: Given, store: type[S], call: Callable[[S], Awaitable[T]]) -> T:
+    """What a call of a store answers; our errors end the command in one line."""
+    settings = build(CommonSettings, given)
+
+    async def main() -> T:
+        client = connect(settings.redis_url)
+        try:
+            return await call(store(client))
+        finally:
+            await client.aclose()
+
+    try:
+        return asyncio.run(main())
+    except ServiceUnavailableError as error:
+        fail(f"{error.message} ({mask(settings.redis_url)}; --redis or ROPEWAY_REDIS_URL names another one)")
+    except RopewayError as error:
+        fail(error.message, EXIT_USAGE if isinstance(error, InvalidRequestError) and error.param else 1)
+
+
+def show(table: Table, names: Sequence[str], nothing: str) -> None:
+    """Print a table whose first column has names that other commands take: whole, however narrow the terminal is."""
+    if not names:
+        out.print(nothing)
+        return
+    table.columns[0].no_wrap = True
+    out.width = max(out.width, max(map(len, names)) + _OTHER_COLUMNS)
+    out.print(table)
+
+
+def time_text(unix_ms: int) -> str:
+    """A moment as people and programs read it."""
+    return datetime.fromtimestamp(unix_ms / 1e3, UTC).isoformat(timespec="seconds")
