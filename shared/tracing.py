@@ -243,11 +243,6 @@ class _Maker:
         return carrier
 
 
-def unix_ns(monotonic_s: float) -> int:
-    """A reading of the monotonic clock as Unix nanoseconds of this machine's clock."""
-    return time.time_ns() - round((time.monotonic() - monotonic_s) * 1e9)
-
-
 def open_tracing(settings: CommonSettings, service: str, instance: str | None = None) -> Tracing:
     """Traces as settings and OpenTelemetry's own variables ask for.
 

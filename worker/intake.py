@@ -18,6 +18,7 @@ from shared.jobstore import JobStore
 from shared.tasks import cancel_all
 from worker.holdings import Admission, Holdings
 from worker.job import Cause, HeldJob
+from worker.job_traces import JobTraces
 from worker.loop import EngineLoop
 from worker.metrics import WorkerMetrics
 from worker.publisher import REDIS_TROUBLE
@@ -66,9 +67,11 @@ class Intake:
         holdings: Holdings,
         admission: Admission,
         metrics: WorkerMetrics,
+        traces: JobTraces | None = None,
     ) -> None:
         self._pull_store, self._read_store, self._config, self._rule = pull_store, read_store, config, rule
         self._loop, self._holdings, self._admission, self._metrics = loop, holdings, admission, metrics
+        self._traces = traces or JobTraces()
         self._homes: frozenset[int] = frozenset(range(config.lanes))
         # No other worker is there to take what this one does not.
         self._alone = False
@@ -309,7 +312,8 @@ class Intake:
             job = HeldJob.of(answer)
             self._holdings.add(job)
             self._admission.reserve(job)
-            _log.debug("pulled", job_id=job.id, epoch=job.epoch, attempts=job.attempts, last_seq=job.last_seq)
+            self._traces.taken(job)
+            _log.debug("pulled", epoch=job.epoch, attempts=job.attempts, last_seq=job.last_seq, **job.named)
             if job.last_seq == 0:
                 self._loop.admit(job)
             else:
@@ -326,12 +330,12 @@ class Intake:
                 with attempt:
                     await read_back(self._read_store, job)
             self._metrics.resumed.inc()
-            _log.info("taken up", job_id=job.id, epoch=job.epoch, last_seq=job.last_seq)
+            _log.info("taken up", epoch=job.epoch, last_seq=job.last_seq, **job.named)
         except ProtocolError as error:
-            _log.error("a job's log does not read", job_id=job.id, error=error.message)
+            _log.error("a job's log does not read", error=error.message, **job.named)
             job.failure = EngineError("what was published of this job cannot be read, so it cannot go on")
         except Exception:  # noqa: BLE001 - unforeseen, and without its log the job must not begin anew
-            _log.exception("a job's log could not be read", job_id=job.id)
+            _log.exception("a job's log could not be read", **job.named)
             job.failure = EngineError("what was published of this job cannot be read, so it cannot go on")
         except asyncio.CancelledError:  # by `stop`: hand the job back untouched
             job.cause = Cause.RELEASED

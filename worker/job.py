@@ -12,6 +12,7 @@ from shared.errors import InvalidRequestError, RopewayError
 from shared.jobs import Owned, PulledJob
 from shared.lora.files import IDENTITY_PATTERN
 from shared.protocol import Envelope, ErrorInfo, JobStatus
+from shared.trace_context import NO_TRACE, Trace, trace_id
 from worker.transcript import Transcript
 
 
@@ -48,7 +49,11 @@ class HeldJob:
         prompt_logprobs_done: log probabilities of the prompt that are published.
         cause: asked for before the engine had the job.
         failure: why it cannot even be given to the engine.
-        pulled_at: monotonic seconds.
+        pulled_at, pulled_ns: monotonic seconds, and Unix nanoseconds of this machine's clock.
+        over_at: likewise, of when it left this worker; 0 as long as it has not.
+        lost_by, since_ms: see `PulledJob`.
+        taken_tokens: of the answer, that others had published.
+        trace: what spans of this taking are children of.
     """
 
     envelope: Envelope
@@ -66,6 +71,12 @@ class HeldJob:
     cause: Cause | None = None
     failure: RopewayError | None = None
     pulled_at: float = field(default_factory=time.monotonic)
+    pulled_ns: int = field(default_factory=time.time_ns)
+    over_at: float = 0.0
+    lost_by: str = ""
+    since_ms: float = 0.0
+    taken_tokens: int = 0
+    trace: Trace = field(default_factory=lambda: NO_TRACE)
 
     @classmethod
     def of(cls, pulled: PulledJob) -> HeldJob:
@@ -80,11 +91,24 @@ class HeldJob:
             transcript=Transcript.of(pulled.envelope),
             suspect=pulled.suspect,
             alone=pulled.alone,
+            lost_by=pulled.lost_by,
+            since_ms=pulled.since_ms,
+            trace=pulled.envelope.trace,
         )
 
     @property
     def id(self) -> str:
         return self.envelope.id
+
+    def unix_ns(self, at: float) -> int:
+        """Monotonic seconds as Unix nanoseconds; whatever is done to the clock, times of one job fit together."""
+        return self.pulled_ns + round((at - self.pulled_at) * 1e9)
+
+    @property
+    def named(self) -> dict[str, str]:
+        """What a line of the log calls it."""
+        trace = trace_id(self.trace)
+        return {"job_id": self.id} if trace is None else {"job_id": self.id, "trace_id": trace}
 
     @property
     def owned(self) -> Owned:

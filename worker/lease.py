@@ -111,7 +111,7 @@ class LeaseKeeper(WatchedThread):
             # AWAY: as if this node's part of the renewal had failed; the next one comes in a third of a lease.
             lost = answer in (Publication.FENCED, Publication.BROKEN)
             if lost and self._holdings.holds(job) and job.stage is not Stage.OVER:
-                _log.warning("lease lost", job_id=job.id, epoch=job.epoch)
+                _log.warning("lease lost", epoch=job.epoch, **job.named)
                 self._on_end(job, Cause.FENCED)
             elif answer is Publication.CANCELLED:
                 self._on_end(job, Cause.CANCELLED)

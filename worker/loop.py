@@ -185,7 +185,7 @@ class EngineLoop(WatchedThread):
             self._fail(job, error)
             return
         except Exception:  # noqa: BLE001 - a fault of the engine in one request: the others go on
-            _log.exception("engine refused a job with an exception", job_id=job.id)
+            _log.exception("engine refused a job with an exception", **job.named)
             self._fail(job, EngineError("the engine failed on this request"))
             return
         job.stage = Stage.RUNNING
@@ -220,7 +220,7 @@ class EngineLoop(WatchedThread):
         try:
             output = self._engine.abort(job.id)
         except Exception:  # noqa: BLE001 - the job is over all the same; what is broken shows in the engine's own check
-            _log.exception("abort failed", job_id=job.id)
+            _log.exception("abort failed", **job.named)
         return output if output is not None else self._remainder(job)
 
     def _step(self) -> None:

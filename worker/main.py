@@ -26,6 +26,7 @@ from shared.probes import HealthServer
 from shared.redis_url import mask, parse
 from shared.settings import WorkerSettings
 from shared.tasks import cancel_all
+from shared.tracing import OFF, open_tracing
 from worker.adapters import AdapterWatch
 from worker.clock import RedisClock
 from worker.control import PING_S, ControlListener
@@ -33,6 +34,7 @@ from worker.engines import build_engine
 from worker.holdings import Admission, Holdings
 from worker.intake import Intake, IntakeConfig
 from worker.job import Cause, Handover
+from worker.job_traces import JobTraces
 from worker.lease import LeaseKeeper
 from worker.loop import EngineLoop
 from worker.metrics import WorkerMetrics
@@ -73,6 +75,7 @@ class Worker:
         self._holdings = Holdings()
         self._metrics = WorkerMetrics(settings.pool or ("sim" if settings.engine == "sim" else settings.model))
         self._loop = EngineLoop(lambda: build(settings), self._holdings, self._metrics, self._clock, fatal)
+        self._tracing = OFF
         self._lease: LeaseKeeper | None = None
         self._registry: Registry | None = None
 
@@ -82,6 +85,11 @@ class Worker:
         for number in (signal.SIGTERM, signal.SIGINT):
             running.add_signal_handler(number, self.stop)
         settings = self._settings
+        try:
+            self._tracing = open_tracing(settings, "ropeway-worker", self.owner)
+        except InvalidRequestError as error:
+            _log.error("this worker cannot run with these settings", reason=error.message)
+            return EXIT_REFUSED
         health = HealthServer(
             settings.health_host, settings.health_port, self._metrics.registry, live=self._live, ready=self._ready
         )
@@ -95,6 +103,7 @@ class Worker:
             _log.exception("worker failed")
             self._exit_code = EXIT_BROKEN
         finally:
+            await asyncio.to_thread(self._tracing.close)
             health.close()
         _log.info("worker ends", owner=self.owner, code=self._exit_code)
         return self._exit_code
@@ -149,7 +158,7 @@ class Worker:
         renewer = connect_sync(url, max_connections=2, retry=Retry(NoBackoff(), 0), socket_timeout=settings.lease_s / 3)
         try:
             store = JobStore(reader)
-            admission = Admission(info.kv_tokens)
+            admission, traces = Admission(info.kv_tokens), JobTraces(self._tracing, self.owner, pool)
             intake = Intake(
                 JobStore(puller),
                 store,
@@ -159,6 +168,7 @@ class Worker:
                 self._holdings,
                 admission,
                 self._metrics,
+                traces,
             )
             self._holdings.on_empty = intake.room
             publisher = Publisher(
@@ -169,6 +179,7 @@ class Worker:
                 self._fatal,
                 on_end=self._loop.end,
                 room=self._loop.nudge,
+                traces=traces,
             )
             lease = self._lease = LeaseKeeper(
                 SyncJobStore(renewer),

@@ -63,7 +63,9 @@ class Outbox:
         put_offs: times in a row that its node was away.
         summary, asked: of the ended job, for metrics.
         interval: called with the seconds since a choice's tokens before, and with how many came now.
-        began, first_token: monotonic seconds, None if not yet.
+        began, first_token, last: monotonic seconds, None if not yet; `last` is the end of the newest step.
+        preempted: monotonic seconds of the steps in which the job ran again, each with how often it had been preempted.
+        failure: code of the error that it ended with.
     """
 
     job: HeldJob
@@ -78,6 +80,9 @@ class Outbox:
     interval: Callable[[float, int], None] | None = None
     began: float | None = None
     first_token: float | None = None
+    last: float | None = None
+    preempted: list[tuple[float, int]] = field(default_factory=list)
+    failure: str | None = None
     _seq: int = 0
     _frames: list[bytes] = field(default_factory=list)
     _taken: int = 0
@@ -98,6 +103,9 @@ class Outbox:
             self._started = self._seq == 0  # a job that is taken up has said so already
         if self.first_token is None and any(delta.token_ids for delta in output.choices):
             self.first_token = progress.ended
+        self.last = progress.ended
+        if output.preemptions and output.preemptions > (self.preempted[-1][1] if self.preempted else 0):
+            self.preempted.append((progress.began, output.preemptions))
         self._gather_prompt(output.prompt_logprobs)
         for delta in output.choices:
             if delta.token_ids and self.interval is not None:
@@ -213,6 +221,7 @@ class Outbox:
         self.asked = Asked(envelope.sampling.max_tokens, transcript.finishes, transcript.longest, envelope.trace)
         result, error = self._encode_result(status, usage, timings, progress.error)
         status = "failed" if error is not progress.error else status
+        self.failure = None if error is None else error.code or error.type
         self._seq += 1
         frame = Frame(
             v=WIRE_VERSION,

@@ -21,6 +21,7 @@ from shared.errors import ForeignDataError, ProtocolError, ServiceUnavailableErr
 from shared.jobs import Owned, Publication, Publish
 from worker.holdings import Holdings
 from worker.job import Cause, Drop, Handover, HeldJob, Progress
+from worker.job_traces import FENCED, RELEASED, JobTraces
 from worker.metrics import WorkerMetrics
 from worker.outbox import Outbox, weight
 from worker.pulse import Fatal, Pulse, WatchedThread
@@ -60,6 +61,7 @@ class Publisher(WatchedThread):
         on_end: called with a job that was fenced or cancelled, so that the engine ends it.
         room: called when there is room again after `full` was true.
         max_backlog: bytes that may wait for Redis before the engine pauses.
+        traces: are told how each job left.
     """
 
     def __init__(
@@ -73,11 +75,13 @@ class Publisher(WatchedThread):
         on_end: Callable[[HeldJob, Cause], None],
         room: Callable[[], None],
         max_backlog: int = 64 * 1024 * 1024,
+        traces: JobTraces | None = None,
     ) -> None:
         super().__init__("publisher", fatal)
         self.pulse = Pulse()
         self._store, self._owner, self._holdings, self._metrics = store, owner, holdings, metrics
         self._on_end, self._room, self._max_backlog = on_end, room, max_backlog
+        self._traces = traces or JobTraces()
         self._inbox: queue.SimpleQueue[Message | _Close] = queue.SimpleQueue()
         self._outboxes: dict[HeldJob, Outbox] = {}
         self._lock = threading.Lock()
@@ -141,7 +145,7 @@ class Publisher(WatchedThread):
         if isinstance(message, _Close):
             self._closing = True
         elif isinstance(message, Drop):
-            self._let_go(message.job)
+            self._let_go(message.job, FENCED)
         elif not self._holdings.holds(message.job):  # fenced or replaced while this was on its way
             if isinstance(message, Progress):
                 self._account(-message.weight)
@@ -222,14 +226,14 @@ class Publisher(WatchedThread):
             return
         if answer is Publication.FENCED:
             self._metrics.fenced.inc()
-            _log.warning("fenced", job_id=job.id, epoch=job.epoch)
-            self._let_go(job)
+            _log.warning("fenced", epoch=job.epoch, **job.named)
+            self._let_go(job, FENCED)
             self._on_end(job, Cause.FENCED)
             return
         self._account(-box.accepted())
         if box.ending is not None and box.empty:
             self._metrics.ended(box.ending.status, *box.summary, box.asked)
-            self._let_go(job)
+            self._let_go(job, box.ending.status)
         elif answer is Publication.CANCELLED and not box.told:
             box.told = True
             self._on_end(job, Cause.CANCELLED)
@@ -238,7 +242,7 @@ class Publisher(WatchedThread):
         """End a job whose keys hold what cannot be read or written; the others must not wait for it."""
         job = box.job
         error = ForeignDataError("what Redis holds of the job is not what was written there")
-        _log.error("a job's data is broken, it is given up", job_id=job.id)
+        _log.error("a job's data is broken, it is given up", **job.named)
         try:
             if self._store.bury(self._owner, job.owned, error):
                 self._metrics.dead_letters.inc()
@@ -246,26 +250,30 @@ class Publisher(WatchedThread):
             self._put_off([box])
             return
         except ProtocolError as too_broken:
-            _log.error("a job cannot even be buried", job_id=job.id, error=too_broken.message)
-        self._let_go(job)
+            _log.error("a job cannot even be buried", error=too_broken.message, **job.named)
+        self._let_go(job, "failed")
         self._on_end(job, Cause.FENCED)
 
     def _hand_over(self, box: Outbox) -> None:
         try:
             released = self._store.release(self._owner, box.job.owned)
         except ProtocolError as error:
-            _log.error("a job cannot be handed back", job_id=box.job.id, error=error.message)
+            _log.error("a job cannot be handed back", error=error.message, **box.job.named)
             released = False
         except REDIS_TROUBLE:
             self._put_off([box])
             return
         if released:
             self._metrics.released.inc()
-            _log.info("handed back", job_id=box.job.id)
-        self._let_go(box.job)
+            _log.info("handed back", **box.job.named)
+        self._let_go(box.job, RELEASED if released else FENCED)
 
-    def _let_go(self, job: HeldJob) -> None:
+    def _let_go(self, job: HeldJob, outcome: str) -> None:
+        """The job is no more this worker's; harmless to repeat."""
         box = self._outboxes.pop(job, None)
+        if not job.over_at:
+            job.over_at = time.monotonic()
+            self._traces.over(job, outcome, box)
         if box is not None:
             self._account(-box.weight)
         self._holdings.remove(job)

@@ -30,4 +30,5 @@ async def read_back(store: JobStore, job: HeldJob) -> None:
                 raise ProtocolError(f"frame {frame.seq} follows frame {seq}")
             job.transcript.add(frame.choices, frame.prompt_logprobs)
             seq = frame.seq
+    job.taken_tokens = job.transcript.completion_tokens
     job.resumed, job.prompt_logprobs_done = job.transcript.resumed(), job.transcript.prompt_entries

@@ -139,7 +139,8 @@ class Collector:
         with self._news:
             while not condition(self._spans):
                 if not self._news.wait(max(0.0, until - time.monotonic())):
-                    raise AssertionError("\n".join(map(str, self._spans)) or "no span has come")
+                    told = [f"{span.trace} {span.service} {span.name}" for span in self._spans]
+                    raise AssertionError("\n".join(told) or "no span has come")
             return list(self._spans)
 
     def trace(self, trace_id: str, *names: str) -> list[Spanned]:
