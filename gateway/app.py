@@ -60,12 +60,15 @@ from shared.address_guard import AddressGuard
 from shared.batches import Batches
 from shared.calls import AsyncClient
 from shared.connect import connect, connect_pubsub
+from shared.errors import InvalidRequestError
 from shared.job_index import JobIndex
 from shared.jobs import LaneLimits, Lifetime, ReplicaWait
 from shared.jobstore import JobStore
 from shared.redis_url import mask
 from shared.secret_store import SecretStore
 from shared.settings import GatewaySettings
+from shared.task_metrics import TaskQueueCollector
+from shared.task_queue import tasks_url
 from shared.tasks import cancel_all
 from shared.tenants import Tenants
 from shared.tracing import Tracing, open_tracing
@@ -204,7 +207,21 @@ async def _open(
         tokens=StreamTokens(secret.get_secret_value() if secret else None, SecretStore(client)),
         callbacks=Callbacks(AddressGuard(settings.webhook_allow, http=settings.webhook_http), Webhooks(client)),
         tracing=tracing,
+        task_queues=_task_queues(settings, metrics, stack),
     )
+
+
+def _task_queues(
+    settings: GatewaySettings, metrics: GatewayMetrics, stack: AsyncExitStack
+) -> TaskQueueCollector | None:
+    """None where background tasks have no place."""
+    try:
+        queues = TaskQueueCollector(tasks_url(settings), looks=False)
+    except InvalidRequestError:
+        return None
+    stack.callback(queues.close)
+    metrics.registry.register(queues)
+    return queues
 
 
 def _routes(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, str]]:

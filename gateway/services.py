@@ -36,6 +36,7 @@ from shared.jobstore import JobStore
 from shared.keys import JobId
 from shared.protocol import JobClass
 from shared.settings import GatewaySettings
+from shared.task_metrics import TaskQueueCollector
 from shared.tracing import Tracing
 from shared.usage import UsageStore
 
@@ -72,6 +73,7 @@ class Services:
     tokens: StreamTokens
     callbacks: Callbacks
     tracing: Tracing
+    task_queues: TaskQueueCollector | None
 
     async def pool_of(self, model: str, tenant: str) -> Pool:
         """The pool behind a model's name. Raises PermissionDeniedError, ModelNotFoundError, ServiceUnavailableError."""

@@ -25,6 +25,7 @@ from shared.probes import HealthServer
 from shared.redis_errors import TROUBLE
 from shared.redis_url import mask
 from shared.settings import TasksSettings
+from shared.task_metrics import TaskQueueCollector
 from shared.task_queue import QUEUE, WEBHOOK_QUEUE, TaskQueue, tasks_url
 from shared.webhooks import Webhooks
 from tasks.batch_keeper import BatchKeeper
@@ -56,6 +57,7 @@ class Tasks:
         self._store = open_store(settings.adapter_store)
         self._files = FileStore(settings.files_store)
         self._metrics = TasksMetrics()
+        self._metrics.registry.register(TaskQueueCollector(self._url, looks=True))
         self._stop = threading.Event()
         self._keeper: Keeper | None = None
         self._worker: TaskWorker | None = None

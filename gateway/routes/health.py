@@ -47,6 +47,10 @@ async def metrics(request: Request) -> Response:
     """Metrics as OpenMetrics for who accepts it, else in the text format of Prometheus."""
     services = services_of(request)
     services.metrics.streams.set(services.hub.streams)
+    if services.task_queues is not None:
+        # Not cancelled when it is late: threads cannot be.
+        look = asyncio.create_task(asyncio.to_thread(services.task_queues.look))
+        await asyncio.wait({look}, timeout=REDIS_TIMEOUT_S)
     for name in {pool.card.pool for pool in services.catalogue.pools}.union(services.settings.pools):
         services.metrics.serves(name)
     body, media_type = exposition(services.metrics.registry, request.headers.get("accept"))

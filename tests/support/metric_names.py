@@ -8,6 +8,7 @@ from prometheus_client.metrics_core import Metric
 
 from gateway.metrics import GatewayMetrics
 from gateway.pool_metrics import PoolCollector
+from shared.task_metrics import TaskQueueCollector
 from tasks.metrics import TasksMetrics
 from worker.metrics import WorkerMetrics
 
@@ -18,6 +19,7 @@ def families() -> Iterator[Metric]:
     yield from PoolCollector(None).describe()  # type: ignore[arg-type]
     yield from WorkerMetrics("m").registry.collect()
     yield from TasksMetrics().registry.collect()
+    yield from TaskQueueCollector("redis://127.0.0.1", looks=False).describe()
 
 
 def names() -> set[str]:
