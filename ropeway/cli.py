@@ -37,6 +37,7 @@ _EXTRAS = {
     "protocol": "gateway",
     "keys": "gateway",
     "tenants": "gateway",
+    "webhooks": "gateway",
 }
 #: Fields of a request that `ropeway submit` sets itself, from its argument and its options.
 _OWN_FIELDS = frozenset({"messages", "model", "prompt", "raw", "self", "stream"})
@@ -95,6 +96,9 @@ def submit(
         float | None,
         typer.Option("--deadline", metavar="SECONDS", help="From then until it must have ended; unset: the gateway's."),
     ] = None,
+    callback_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="Told, as a webhook, when the job has ended.")
+    ] = None,
     field: Annotated[
         list[str] | None, typer.Option(metavar="NAME=JSON", help="A further field of the request; may be repeated.")
     ] = None,
@@ -104,7 +108,7 @@ def submit(
     from ropeway.submit import submit as run
 
     named: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    named |= {"job_class": job_class, "delay_s": delay_s, "deadline_s": deadline_s}
+    named |= {"job_class": job_class, "delay_s": delay_s, "deadline_s": deadline_s, "callback_url": callback_url}
     parameters = {name: value for name, value in named.items() if value is not None}
     parameters |= dict(_field(text) for text in field or ())
     if stream and not as_json and parameters.get("n") not in (None, 1):
@@ -147,6 +151,7 @@ def _add_processes() -> None:
         from ropeway.operate import dead, pool
         from ropeway.processes import commands
         from ropeway.tenants import tenants
+        from ropeway.webhooks import webhooks
     except ModuleNotFoundError as error:
         for name, extra in _EXTRAS.items():
             _add_unavailable(name, extra, error)
@@ -157,6 +162,7 @@ def _add_processes() -> None:
         app.add_typer(protocol, name="protocol")
         app.add_typer(keys, name="keys")
         app.add_typer(tenants, name="tenants")
+        app.add_typer(webhooks, name="webhooks")
 
 
 def _add_unavailable(name: str, extra: str, error: ModuleNotFoundError) -> None:

@@ -46,10 +46,11 @@ class AsyncClient:
         deadline_s: float | None = None,
         delay_s: float | None = None,
         metadata: Mapping[str, str] | None = None,
+        callback_url: str | None = None,
         **parameters: Any,
     ) -> Job:
         """Queue a job."""
-        order = _core.submit(prompt, model, raw, job_class, deadline_s, delay_s, metadata, parameters)
+        order = _core.submit(prompt, model, raw, job_class, deadline_s, delay_s, metadata, callback_url, parameters)
         return await self._run(order)
 
     async def get(self, job_id: str) -> Job:

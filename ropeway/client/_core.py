@@ -198,6 +198,7 @@ def submit(
     deadline_s: float | None,
     delay_s: float | None,
     metadata: Mapping[str, str] | None,
+    callback_url: str | None,
     parameters: Mapping[str, Any],
 ) -> Operation[Job]:
     """A new job."""
@@ -207,7 +208,8 @@ def submit(
     else:
         body["messages"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     content: Json = {"kind": "completion" if raw else "chat", "body": body}
-    optional = {"class": job_class, "deadline_s": deadline_s, "delay_s": delay_s, "metadata": metadata}
+    optional: Json = {"class": job_class, "deadline_s": deadline_s, "delay_s": delay_s, "metadata": metadata}
+    optional["callback_url"] = callback_url
     content |= {name: value for name, value in optional.items() if value is not None}
     return _job(checked((yield Call("POST", "/v1/jobs", json=content))))
 

@@ -46,6 +46,7 @@ class Client:
         deadline_s: float | None = None,
         delay_s: float | None = None,
         metadata: Mapping[str, str] | None = None,
+        callback_url: str | None = None,
         **parameters: Any,
     ) -> Job:
         """Queue a job; it goes on whether or not anyone listens.
@@ -58,9 +59,12 @@ class Client:
             deadline_s: seconds until it must have ended, counted from when it may start.
             delay_s: seconds until it may start.
             metadata: echoed with the job.
+            callback_url: told, as a webhook, when the job has ended.
             parameters: further fields of the request body: `max_tokens`, `temperature`, `seed` ...
         """
-        return self._run(_core.submit(prompt, model, raw, job_class, deadline_s, delay_s, metadata, parameters))
+        return self._run(
+            _core.submit(prompt, model, raw, job_class, deadline_s, delay_s, metadata, callback_url, parameters)
+        )
 
     def get(self, job_id: str) -> Job:
         """A job as it is now."""

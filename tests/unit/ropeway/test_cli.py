@@ -379,11 +379,13 @@ def test_options_of_a_job_stand_beside_its_body(monkeypatch: pytest.MonkeyPatch)
     made = functools.partial(Client, transport=httpx.MockTransport(handler))
     monkeypatch.setattr("ropeway.submit.Client", made)
     given = ["--class", "batch", "--delay", "5", "--deadline", "60", "--max-tokens", "3", "--field", "n=2"]
+    given += ["--callback-url", "https://hooks.test/"]
     assert run("submit", "hi", "--model", "m", "--no-wait", *given).output == "j\n"
     run("submit", "hi", "--model", "m", "--no-wait", "--raw", "--field", 'class="high"', "--field", "delay_s=0")
     chat = {"messages": [{"role": "user", "content": "hi"}], "model": "m", "max_tokens": 3, "n": 2}
+    hook = "https://hooks.test/"
     assert sent == [
-        {"kind": "chat", "class": "batch", "delay_s": 5, "deadline_s": 60, "body": chat},
+        {"kind": "chat", "class": "batch", "delay_s": 5, "deadline_s": 60, "callback_url": hook, "body": chat},
         {"kind": "completion", "class": "high", "delay_s": 0, "body": {"prompt": "hi", "model": "m"}},
     ]
 
