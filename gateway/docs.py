@@ -1,4 +1,4 @@
-"""The OpenAPI document and the page that shows it, which needs nothing from elsewhere.
+"""The OpenAPI document, the page that shows it, which needs nothing from elsewhere, and the way to both.
 
 Routes read bodies themselves, so that errors and limits are theirs; here their bodies and errors get into the document.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
@@ -51,7 +51,9 @@ def body_docs(*models: type[BaseModel], required: bool = True) -> dict[str, Any]
 
 
 def install(app: FastAPI) -> None:
-    """Make the application's document hold the models of `body_docs` and its errors; serve the page at `/docs`."""
+    """Make the application's document hold the models of `body_docs` and its errors; serve the page at `/docs`, and at
+    `/` where all is.
+    """
     page = files("gateway").joinpath("docs.html").read_text("utf-8")
 
     def document() -> dict[str, Any]:
@@ -62,8 +64,14 @@ def install(app: FastAPI) -> None:
     async def docs(request: Request) -> Response:
         return HTMLResponse(page, headers=_PAGE_HEADERS)
 
+    async def root(request: Request) -> Response:
+        return JSONResponse(
+            {"name": app.title, "version": app.version, "docs": "/docs", "openapi": "/openapi.json", "api": "/v1"}
+        )
+
     app.openapi = document  # type: ignore[method-assign]
     app.add_api_route("/docs", docs, include_in_schema=False)
+    app.add_api_route("/", root, include_in_schema=False)
 
 
 def document_of(app: FastAPI) -> dict[str, Any]:

@@ -23,6 +23,7 @@ TABLE: Final[dict[tuple[str, str], Needed]] = {
     ("GET", "/health"): None,
     ("GET", "/ready"): None,
     ("GET", "/metrics"): _METRICS,
+    ("GET", "/"): _ANY_KEY,
     ("GET", "/docs"): _ANY_KEY,
     ("GET", "/openapi.json"): _ANY_KEY,
     ("POST", "/v1/chat/completions"): _INFERENCE,

@@ -9,7 +9,7 @@ two lives, and a killed owner leaves nothing behind that would have to be cleane
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import fcntl
 import logging
 import os
@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 
 #: A path longer than this does not fit into `sockaddr_un` (108 bytes on Linux, 104 on macOS, the end included).
 _MAX_SOCKET_PATH = 100
+_SOCKET = "redis.sock"
 _START_S = 30.0
+_PROBE_S = 0.02
 _STOP_S = 15.0
 _TAIL_BYTES = 2000
 
@@ -53,6 +55,12 @@ def default_data_dir() -> Path:
         raise EmbeddedRedisError("there is no home folder to keep jobs in: give --data-dir") from error
 
 
+def serving_url(data_dir: Path) -> str | None:
+    """The URL of the server that runs on a data folder; None if none answers there."""
+    path = (data_dir / _SOCKET).resolve()  # a link, where the folder's own path is too long for a socket
+    return f"unix://{path}" if _answers(path) else None
+
+
 class EmbeddedRedis:
     """A server process with a data folder of its own.
 
@@ -65,6 +73,7 @@ class EmbeddedRedis:
         self._lock: IO[str] | None = None
         self._temporary: list[Path] = []
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
         self.data_dir: Path = Path()
         self.socket_path: Path = Path()
 
@@ -92,13 +101,40 @@ class EmbeddedRedis:
         try:
             self._prepare()
             self._spawn()
-            self._await_ready()
+            deadline = time.monotonic() + _START_S
+            while not self._is_up(deadline):
+                time.sleep(_PROBE_S)
         except OSError as error:
             self.stop()
             raise EmbeddedRedisError(f"embedded Redis: {error}") from error
         except BaseException:
             self.stop()
             raise
+
+    @property
+    def restartable(self) -> bool:
+        """Whether its data outlives it."""
+        return self._given is not None
+
+    async def restart(self) -> None:
+        """Start the server again once it has ended, and wait until it answers.
+
+        Call it in the main thread. What was answered before a kill is there: it had been written to the file, though
+        not to the disk.
+
+        Raises:
+            EmbeddedRedisError: it does not come up again.
+        """
+        try:
+            # Of the dead server: nobody is to connect to it.
+            self.socket_path.unlink(missing_ok=True)
+            self._spawn()
+            deadline = time.monotonic() + _START_S
+            # Polled: a server that starts rings no bell.
+            while not await asyncio.to_thread(self._is_up, deadline):  # noqa: ASYNC110
+                await asyncio.sleep(_PROBE_S)
+        except OSError as error:
+            raise EmbeddedRedisError(f"embedded Redis: {error}") from error
 
     def poll(self) -> int | None:
         """Exit code if the server has ended, else None."""
@@ -118,8 +154,8 @@ class EmbeddedRedis:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-            with contextlib.suppress(FileNotFoundError):
-                self.socket_path.unlink()
+            for path in {self.socket_path, self.data_dir / _SOCKET}:
+                path.unlink(missing_ok=True)
         while self._temporary:
             shutil.rmtree(self._temporary.pop(), ignore_errors=True)
 
@@ -139,12 +175,13 @@ class EmbeddedRedis:
             self.data_dir = self._given.expanduser().absolute()
             self.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = _lock(self.data_dir)
-        self.socket_path = self.data_dir / "redis.sock"
-        if len(os.fsencode(self.socket_path)) > _MAX_SOCKET_PATH:
-            self.socket_path = self._temporary_folder("/tmp") / "redis.sock"
+        self.socket_path = self.data_dir / _SOCKET
         # The lock is ours, so a socket that is still here belongs to a server that is gone.
-        with contextlib.suppress(FileNotFoundError):
-            self.socket_path.unlink()
+        self.socket_path.unlink(missing_ok=True)
+        if len(os.fsencode(self.socket_path)) > _MAX_SOCKET_PATH:
+            place = self.socket_path
+            self.socket_path = self._temporary_folder("/tmp") / _SOCKET
+            place.symlink_to(self.socket_path)
 
     def _temporary_folder(self, parent: str | None = None) -> Path:
         folder = Path(tempfile.mkdtemp(prefix="ropeway-", dir=parent))
@@ -166,6 +203,7 @@ class EmbeddedRedis:
             "appendfsync": "everysec",
             "maxmemory-policy": "noeviction",
         }
+        self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         command = [str(_server_binary())]
         for name, value in settings.items():
             command += [f"--{name}", value]
@@ -179,19 +217,25 @@ class EmbeddedRedis:
             pass_fds=[self._lock.fileno()],
         )
 
-    def _await_ready(self) -> None:
-        deadline = time.monotonic() + _START_S
-        while not _answers(self.socket_path):
-            code = self.poll()
-            if code is not None:
-                raise EmbeddedRedisError(f"embedded Redis ended with code {code}: {self._log_tail()}")
-            if time.monotonic() > deadline:
-                raise EmbeddedRedisError(f"embedded Redis did not answer within {_START_S:g} s: {self._log_tail()}")
-            time.sleep(0.02)
+    def _is_up(self, deadline: float) -> bool:
+        """Whether it answers.
+
+        Raises:
+            EmbeddedRedisError: it has ended, or did not answer in time.
+        """
+        if _answers(self.socket_path):
+            return True
+        code = self.poll()
+        if code is not None:
+            raise EmbeddedRedisError(f"embedded Redis ended with code {code}: {self._log_tail()}")
+        if time.monotonic() > deadline:
+            raise EmbeddedRedisError(f"embedded Redis did not answer within {_START_S:g} s: {self._log_tail()}")
+        return False
 
     def _log_tail(self) -> str:
+        """The end of what the present process has logged."""
         try:
-            return self.log_path.read_text(encoding="utf-8", errors="replace")[-_TAIL_BYTES:].strip()
+            return self.log_path.read_bytes()[self._log_start :][-_TAIL_BYTES:].decode(errors="replace").strip()
         except OSError as error:
             return f"no log ({error})"
 

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,6 +18,13 @@ from ropeway.options import Given, build, with_settings
 from shared.settings import CommonSettings, GatewaySettings, TasksSettings, WorkerSettings
 
 commands = typer.Typer()
+
+
+def _owner(given: str | None) -> str | None:
+    """What a supervisor calls the one process that it starts; no setting, since no second one may ever have it."""
+    if given is not None and re.fullmatch(r"[0-9a-f]{32}", given) is None:
+        raise typer.BadParameter("32 hexadecimal digits are needed, new ones for each process")
+    return given
 
 
 @commands.command("gateway")
@@ -33,7 +41,10 @@ def gateway_command(given: Given) -> None:
 
 @commands.command("worker")
 @with_settings(WorkerSettings)
-def worker_command(given: Given) -> None:
+def worker_command(
+    given: Given,
+    owner: Annotated[str | None, typer.Option(hidden=True, callback=_owner)] = None,
+) -> None:
     """Run a worker: it pulls jobs and generates."""
     settings = build(WorkerSettings, given)
     if settings.engine != "sim":
@@ -42,7 +53,7 @@ def worker_command(given: Given) -> None:
         from worker.main import run
     except ModuleNotFoundError as error:
         fail_missing(error, "worker")
-    raise typer.Exit(run(settings))
+    raise typer.Exit(run(settings, owner=owner))
 
 
 @commands.command("tasks")

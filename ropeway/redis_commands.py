@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from typing import TypeVar
 
 from rich.table import Table
 
-from ropeway.console import EXIT_USAGE, fail, out
+from ropeway.console import EXIT_USAGE, err, fail, out
+from ropeway.embedded import EmbeddedRedisError, default_data_dir, serving_url
 from ropeway.options import Given, build
 from shared.connect import connect
 from shared.errors import InvalidRequestError, RopewayError, ServiceUnavailableError
@@ -26,10 +28,10 @@ _OTHER_COLUMNS = 60
 
 def run(given: Given, store: type[S], call: Callable[[S], Awaitable[T]]) -> T:
     """What a call of a store answers; our errors end the command in one line."""
-    settings = build(CommonSettings, given)
+    redis_url = _redis_url(build(CommonSettings, given))
 
     async def main() -> T:
-        client = connect(settings.redis_url)
+        client = connect(redis_url)
         try:
             return await call(store(client))
         finally:
@@ -38,9 +40,20 @@ def run(given: Given, store: type[S], call: Callable[[S], Awaitable[T]]) -> T:
     try:
         return asyncio.run(main())
     except ServiceUnavailableError as error:
-        fail(f"{error.message} ({mask(settings.redis_url)}; --redis or ROPEWAY_REDIS_URL names another one)")
+        other = "--redis or ROPEWAY_REDIS_URL names another one, of `ropeway serve --data-dir DIR` unix://DIR/redis.sock"
+        fail(f"{error.message} ({mask(redis_url)}; {other})")
     except RopewayError as error:
         fail(error.message, EXIT_USAGE if isinstance(error, InvalidRequestError) and error.param else 1)
+
+
+def _redis_url(settings: CommonSettings) -> str:
+    """The Redis that is named; where none is, that of a `ropeway serve` on this machine, if one is there."""
+    if "redis_url" not in settings.model_fields_set:
+        with contextlib.suppress(EmbeddedRedisError):  # no home folder: nothing can be there
+            if url := serving_url(default_data_dir()):
+                err.print(f"ropeway: in the Redis of `ropeway serve`, {url}", markup=False, soft_wrap=True)
+                return url
+    return settings.redis_url
 
 
 def show(table: Table, names: Sequence[str], nothing: str) -> None:

@@ -20,7 +20,8 @@ from rich.markup import escape
 from ropeway.client import APIError, AsyncClient
 from ropeway.console import err, fail, out
 from ropeway.embedded import EmbeddedRedis, EmbeddedRedisError
-from ropeway.options import Given, as_environment, build, unknown_variables
+from ropeway.heirs import Heirs
+from ropeway.options import Given, as_environment, build, flag, unknown_variables
 from ropeway.supervise import ChildEndedError, InterruptedBySignalError, Spec, Supervisor
 from shared.errors import InvalidRequestError
 from shared.redis_url import mask
@@ -50,11 +51,12 @@ class Layout:
         """
         given = {**given, "redis_url": redis_url}
         gateway, worker = build(GatewaySettings, given), build(WorkerSettings, given)
-        given["port"] = _listenable(gateway.host, gateway.port)
-        given["health_port"] = _listenable(worker.health_host, worker.health_port)
+        given["port"] = _listenable(gateway.host, gateway.port, "port")
+        given["health_port"] = _listenable(worker.health_host, worker.health_port, "health_port")
         tasks = build(TasksSettings, given)
         said = "tasks_health_port" in tasks.model_fields_set
-        given["tasks_health_port"] = _listenable(tasks.tasks_health_host, tasks.tasks_health_port if said else 0)
+        port = tasks.tasks_health_port if said else 0
+        given["tasks_health_port"] = _listenable(tasks.tasks_health_host, port, "tasks_health_port")
         return cls(build(GatewaySettings, given), build(WorkerSettings, given), build(TasksSettings, given), given)
 
     @property
@@ -75,7 +77,7 @@ class Layout:
         env |= as_environment(self.given)
         specs = [
             Spec("gateway", [*ropeway, "gateway"], env),
-            Spec("worker", [*ropeway, "worker"], env, restart=True),
+            Spec("worker", [*ropeway, "worker"], env, restart=True, companion=self._heirs()),
         ]
         if self._has_tasks():
             # Adapters may be loaded at once, which needs it there; a batch may wait a moment.
@@ -85,8 +87,11 @@ class Layout:
             specs,
             stop_s=self.worker.grace_s + _STOP_MARGIN_S,
             output=output,
-            watched={} if redis is None else {"Redis": redis.poll},
+            watched={} if redis is None else {"Redis": redis},
         )
+
+    def _heirs(self) -> Heirs:
+        return Heirs(self.worker.redis_url, self.worker.max_attempts)
 
     def _has_tasks(self) -> bool:
         """Whether background tasks have a place; where they have none, all works but batches and loading adapters."""
@@ -133,6 +138,8 @@ def serve(given: Given, redis_url: str | None, data_dir: Path) -> None:
             err.print(f"ropeway: ended by {error}")
         except ChildEndedError as error:
             fail(f"{error}{_hint(error, data_dir if embedded else None)}", error.exit_code)
+        except EmbeddedRedisError as error:
+            fail(f"Redis has ended and does not come up again: {error}")
 
 
 def _hint(error: ChildEndedError, data_dir: Path | None) -> str:
@@ -193,7 +200,7 @@ def _url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _listenable(host: str, port: int) -> int:
+def _listenable(host: str, port: int, setting: str) -> int:
     """The port, or a free one for 0, where it can be listened on now.
 
     Looked at beforehand: otherwise another program's answers on that port would pass for those of a child that is
@@ -207,4 +214,5 @@ def _listenable(host: str, port: int) -> int:
             found: int = probe.getsockname()[1]
             return found
     except OSError as error:
-        fail(f"cannot listen on {host}, port {port}: {error.strerror or error}")
+        why = f"cannot listen on {host}, port {port}: {error.strerror or error}"
+        fail(f"{why} ({flag(setting)} takes another one, with 0 any that is free)")

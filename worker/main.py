@@ -63,11 +63,18 @@ class Worker:
         settings: of the process.
         build: makes the engine; called in the engine's thread.
         fatal: ends the process from any thread.
+        owner: as whom it takes jobs, never used before; None: one is drawn.
     """
 
-    def __init__(self, settings: WorkerSettings, build: Build = build_engine, fatal: Fatal = exit_now) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        build: Build = build_engine,
+        fatal: Fatal = exit_now,
+        owner: str | None = None,
+    ) -> None:
         self._settings, self._fatal = settings, fatal
-        self.owner = uuid.uuid4().hex
+        self.owner = owner or uuid.uuid4().hex
         self._stop, self._hurry = asyncio.Event(), asyncio.Event()
         self._state = "starting"
         self._exit_code = 0
@@ -350,13 +357,13 @@ class Worker:
         return ready, {"status": "ready" if ready else self._state, "redis_seen_s": since}
 
 
-def run(settings: WorkerSettings | None = None, build: Build = build_engine) -> int:
-    """Run a worker in this process until it is told to stop; answers the exit code."""
+def run(settings: WorkerSettings | None = None, build: Build = build_engine, owner: str | None = None) -> int:
+    """Run a worker in this process until it is told to stop; answers the exit code. See `Worker` for its arguments."""
     settings = settings or WorkerSettings()
     configure(settings.log_level, settings.log_json)
     sys.setswitchinterval(_SWITCH_INTERVAL)
-    return asyncio.run(_run(settings, build))
+    return asyncio.run(_run(settings, build, owner))
 
 
-async def _run(settings: WorkerSettings, build: Build) -> int:
-    return await Worker(settings, build).run()
+async def _run(settings: WorkerSettings, build: Build, owner: str | None) -> int:
+    return await Worker(settings, build, owner=owner).run()

@@ -268,7 +268,7 @@ async def test_api_keys(valkey_url: str) -> None:
         assert (await http.get("/v1/nothing")).status_code == 401
         assert (await http.get("/health")).status_code == (await http.get("/ready")).status_code == 200
         one, two = ({"Authorization": f"Bearer k-{n}"} for n in ("one", "two"))
-        for path in ("/metrics", "/docs", "/openapi.json", "/v1/pools"):
+        for path in ("/", "/metrics", "/docs", "/openapi.json", "/v1/pools"):
             assert (await http.get(path)).status_code == 401
             assert (await http.get(path, headers=one)).status_code == 200
         job = (await http.post("/v1/jobs", json={"kind": "chat", "body": chat()}, headers=one)).json()["id"]

@@ -78,6 +78,14 @@ def test_the_page_needs_nothing_from_elsewhere(stack: Stack) -> None:
     assert httpx.get(f"{stack.url}/redoc").status_code == 404
 
 
+def test_the_root_leads_to_all_of_it(stack: Stack) -> None:
+    answer = httpx.get(f"{stack.url}/").json()
+    assert answer["name"] == "Ropeway" and re.fullmatch(r"\d+\.\d+.*", answer["version"])
+    for place in ("docs", "openapi"):
+        assert httpx.get(f"{stack.url}{answer[place]}").status_code == 200
+    assert httpx.get(f"{stack.url}{answer['api']}/models").status_code == 200
+
+
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 def test_no_input_makes_a_route_fail(api: Any, stack: Stack, method: str, path: str) -> None:
     operation = api[path][method]

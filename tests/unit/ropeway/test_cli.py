@@ -40,7 +40,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
     for room in ("gateway", "worker"):
         module = types.ModuleType(f"{room}.main")
-        module.run = lambda settings: calls.append(settings) or 0  # type: ignore[attr-defined, func-returns-value]
+        module.run = lambda settings, owner=None: calls.append(settings) or 0  # type: ignore[attr-defined, func-returns-value]
         monkeypatch.setitem(sys.modules, f"{room}.main", module)
     return calls
 
@@ -106,9 +106,16 @@ def test_options_reach_the_settings_and_win_over_the_environment(
     assert settings.redis_url == "unix:///s"
 
 
+def test_the_id_of_a_worker_is_well_formed_and_no_option_for_people(started: list[Any]) -> None:
+    assert run("worker", "--owner", "0123456789abcdef" * 2).exit_code == 0 and len(started) == 1
+    wrong = run("worker", "--owner", "me")
+    assert wrong.exit_code == 2 and "32 hexadecimal digits" in wrong.output and len(started) == 1
+    assert "--owner" not in run("worker", "--help").output
+
+
 def test_the_exit_code_of_a_worker_is_that_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("worker.main")
-    module.run = lambda settings: 71  # type: ignore[attr-defined]
+    module.run = lambda settings, owner: 71  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "worker.main", module)
     assert run("worker").exit_code == 71
 

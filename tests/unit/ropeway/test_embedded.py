@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from ropeway.embedded import EmbeddedRedis, EmbeddedRedisError, default_data_dir
+from ropeway.embedded import EmbeddedRedis, EmbeddedRedisError, default_data_dir, serving_url
 from ropeway.leash import leashed
 
 
@@ -64,8 +64,37 @@ def test_data_survives_a_kill_of_the_server(tmp_path: Path) -> None:
         assert client.get("k") == b"1"
 
 
+async def test_a_killed_server_is_started_again_on_its_data(tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path) as server, redis.Redis.from_url(server.url) as client:
+        assert server.restartable
+        for count in range(1, 3):
+            assert client.incr("k") == count
+            first = server.pid
+            assert first is not None
+            os.kill(first, signal.SIGKILL)
+            wait_until(lambda: server.poll() is not None)
+            await server.restart()
+            assert server.poll() is None and server.pid != first
+        assert client.get("k") == b"2"
+        with pytest.raises(EmbeddedRedisError, match="in use"):
+            EmbeddedRedis(tmp_path).start()
+    assert not (tmp_path / "redis.sock").exists()
+
+
+async def test_a_server_that_does_not_come_up_again_says_why(tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path) as server:
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGKILL)
+        wait_until(lambda: server.poll() is not None)
+        (tmp_path / "appendonlydir" / "appendonly.aof.manifest").write_text("nonsense")
+        with pytest.raises(EmbeddedRedisError, match="ended with code 1: ") as caught:
+            await server.restart()
+        assert "MANIFEST" in str(caught.value) and str(caught.value).count("overcommit must") <= 1
+
+
 def test_a_temporary_server_leaves_nothing() -> None:
     with EmbeddedRedis() as server:
+        assert not server.restartable
         folder = server.data_dir
         assert folder.is_dir()
     assert not folder.exists()
@@ -95,7 +124,18 @@ def test_a_long_path_gets_a_short_socket(tmp_path: Path) -> None:
         short = server.socket_path.parent
         assert len(str(server.socket_path)) < 100
         assert stat.S_IMODE(short.stat().st_mode) == 0o700
-    assert not short.exists() and folder.exists()
+        assert serving_url(folder) == server.url
+    assert not short.exists() and list(folder.glob("*.sock")) == []
+
+
+def test_others_find_the_server_of_a_folder(tmp_path: Path) -> None:
+    assert serving_url(tmp_path / "nowhere") is None and serving_url(tmp_path) is None
+    with EmbeddedRedis(tmp_path) as server:
+        assert serving_url(tmp_path) == server.url
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGKILL)
+        wait_until(lambda: server.poll() is not None)
+        assert serving_url(tmp_path) is None
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:

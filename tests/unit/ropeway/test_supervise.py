@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import sys
@@ -188,13 +189,104 @@ async def test_a_second_signal_kills_at_once(folder: Folder) -> None:
     assert ended(folder.pids("a")[0])
 
 
-async def test_what_is_watched_counts_as_a_child(folder: Folder) -> None:
-    answers = iter([None, None])
-    supervisor = Supervisor([folder.child("a", SLEEP)], stop_s=20, watched={"Redis": lambda: next(answers, -11)})
+class Server:
+    """A server that lives for a few looks at a time."""
+
+    def __init__(self, *, restartable: bool, restarts: int = 0) -> None:
+        self.restartable, self._looks, self._restarts = restartable, 0, restarts
+        self.restarted = 0
+
+    def poll(self) -> int | None:
+        self._looks += 1
+        return None if self._looks < 3 else -11
+
+    async def restart(self) -> None:
+        if self.restarted == self._restarts:
+            raise RuntimeError("it is broken")
+        self.restarted += 1
+        self._looks = 0
+
+
+@pytest.mark.parametrize(("restartable", "ready"), [(False, True), (True, False)])
+async def test_a_server_counts_as_a_child(folder: Folder, restartable: bool, ready: bool) -> None:
+    watched = {"Redis": Server(restartable=restartable, restarts=5)}
+    supervisor = Supervisor([folder.child("a", SLEEP)], stop_s=20, watched=watched)
+    if ready:
+        supervisor.mark_ready()
     with pytest.raises(ChildEndedError, match="Redis ended by SIGSEGV") as caught:
         await supervisor.run(forever())
     assert caught.value.exit_code == 139
+    assert all(ended(pid) for pid in folder.pids("a")) and not watched["Redis"].restarted
+
+
+async def test_a_server_whose_data_outlive_it_is_started_again(
+    folder: Folder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "_FIRST_DELAY_S", 0.01)
+    server = Server(restartable=True, restarts=2)
+    stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEP
+    supervisor = Supervisor([folder.child("a", stubborn)], stop_s=600, watched={"Redis": server})
+    supervisor.mark_ready()
+    # Its children could not end in order without it: they do not get the time for that.
+    with pytest.raises(RuntimeError, match="it is broken"):
+        await supervisor.run(forever())
+    assert server.restarted == 2
+    said = capsys.readouterr().err
+    assert "Redis ended by SIGSEGV, starting it again\n" in said and "starting it again in 0.01 s\n" in said
     assert all(ended(pid) for pid in folder.pids("a"))
+
+
+class Companion:
+    """Writes down what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[str | int] = []
+
+    def starts(self) -> list[str]:
+        self.heard.append("start")
+        return [str(len(self.heard))]
+
+    async def ended(self, code: int) -> None:
+        self.heard.append(code)
+
+
+async def test_a_companion_hears_of_each_start_and_end(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "_FIRST_DELAY_S", 0.05)
+    companion = Companion()
+    # The argument of its start is the child's exit code; the second one stays, and does not end when it is told to.
+    stubborn = (
+        "if sys.argv[1] == '1': sys.exit(int(sys.argv[1]))\n"
+        f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen({str(folder.path / 'set')!r}, 'w').close()\n{SLEEP}"
+    )
+    child = dataclasses.replace(folder.child("worker", stubborn, restart=True), companion=companion)
+    supervisor = Supervisor([child], stop_s=0.05)
+    supervisor.mark_ready()
+
+    async def work() -> None:
+        while not (folder.path / "set").exists():
+            await asyncio.sleep(0.01)
+
+    await supervisor.run(work())
+    assert companion.heard == ["start", 1, "start", 0]
+
+
+async def test_a_companion_has_nothing_to_say_of_a_child_that_ended_in_order(folder: Folder) -> None:
+    companion = Companion()
+    child = dataclasses.replace(
+        folder.child(
+            "worker",
+            "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+            f"open({str(folder.path / 'set')!r}, 'w').close()\n{SLEEP}",
+        ),
+        companion=companion,
+    )
+
+    async def work() -> None:
+        while not (folder.path / "set").exists():
+            await asyncio.sleep(0.01)
+
+    await Supervisor([child], stop_s=20).run(work())
+    assert companion.heard == ["start"]
 
 
 async def test_children_are_in_sessions_of_their_own(folder: Folder) -> None:
