@@ -18,7 +18,7 @@ Schema = dict[str, Any]
 
 #: Settings that the chart sets itself, from values of its own. Secrets are none: they come from the auth secret.
 OWN = {
-    "gateway": {"host", "port", "pools", "shutdown_grace_s"},
+    "gateway": {"host", "port", "pools", "shutdown_grace_s", "require_keys"},
     "tasks": {"tasks_health_host", "tasks_health_port"},
     "worker": {
         "model", "pool", "device", "max_num_seqs", "grace_s", "health_host", "health_port", "cache_dir",

@@ -38,7 +38,10 @@ def _list(items: Schema) -> Schema:
     return {"type": "array", "items": items, "minItems": 1}
 
 
-_ENDPOINT = _obj({"port": _TEXT, "path": _TEXT, "interval": _TEXT})
+_SECRET_KEY = _obj({"name": _TEXT, "key": _TEXT})
+_ENDPOINT = _obj(
+    {"port": _TEXT, "path": _TEXT, "interval": _TEXT}, {"authorization": _obj({"credentials": _SECRET_KEY})}
+)
 _RULE = _obj({"alert": _TEXT, "expr": _TEXT, "labels": _TEXTS, "annotations": _TEXTS}, {"for": _TEXT})
 _GROUP = _obj({"name": _TEXT, "rules": _list(_RULE)})
 _SELECTOR = _obj({"matchLabels": _TEXTS})

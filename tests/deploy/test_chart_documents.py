@@ -88,6 +88,8 @@ def test_selectors_find_pods_and_each_pod_one_controller(name: str) -> None:
     for document in of_kind(documents, "ServiceMonitor"):
         (selector,) = _selectors(document)
         assert any(_selects(selector, service["metadata"]["labels"]) for service in services)
+        (endpoint,) = document["spec"]["endpoints"]
+        assert endpoint["authorization"]["credentials"]["key"] == "metrics-key"
     controllers = of_kind(documents, "Deployment", "StatefulSet")
     for document in controllers:
         (selector,) = _selectors(document)

@@ -48,7 +48,7 @@ def test_every_variable_is_a_setting_and_every_value_is_taken(name: str, monkeyp
         settings = settings_of(pod, monkeypatch)
         if isinstance(settings, GatewaySettings):
             assert settings.host == "0.0.0.0"
-            assert bool(settings.api_keys) == bool(settings.metrics_key) == (name != "plain")
+            assert bool(settings.api_keys) == bool(settings.metrics_key) == settings.require_keys == (name != "plain")
 
 
 def test_traces_go_to_the_collector_of_the_values() -> None:
