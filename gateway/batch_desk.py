@@ -109,6 +109,7 @@ class BatchDesk:
             created_ms=now,
             expires_ms=now + WINDOW_S * 1000,
             metadata=body.metadata,
+            trace=dict(caller.trace or {}),
         )
         needed = record.expires_ms + _INPUT_SLACK_S * 1000
         if file.expires_ms < needed:

@@ -51,6 +51,7 @@ class BatchRecord(msgspec.Struct, kw_only=True, frozen=True):
         outcome: how it will end, once that is known.
         total, completed, failed: lines; the latter two as they were at the end.
         slices: how often a task was queued for it.
+        trace: W3C trace context of whoever made it.
     """
 
     id: str
@@ -70,6 +71,7 @@ class BatchRecord(msgspec.Struct, kw_only=True, frozen=True):
     completed: int = 0
     failed: int = 0
     slices: int = 0
+    trace: dict[str, str] = {}
     key: str = ""
     started_ms: int = 0
     finalizing_ms: int = 0

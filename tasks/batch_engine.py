@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -24,6 +25,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.preparation import Prepared, Preparer
 from gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest, parse
 from gateway.served import Directory
+from gateway.spans import submitting
 from shared import keys
 from shared.access import Access
 from shared.adapters import Adapters
@@ -43,6 +45,8 @@ from shared.keys import JobId
 from shared.protocol import ErrorInfo
 from shared.settings import GatewaySettings
 from shared.tasks import cancel_all
+from shared.trace_context import is_sampled
+from shared.tracing import OFF, Attribute, Tracing, open_tracing
 
 log = structlog.stdlib.get_logger("tasks.batch_engine")
 
@@ -85,21 +89,33 @@ class LineRunner:
         hub: Hub,
         settings: GatewaySettings,
         stopping: Callable[[], bool],
+        tracing: Tracing = OFF,
     ) -> None:
         self._batch, self._store, self._catalogue = batch, store, catalogue
         self._preparer, self._hub, self._settings, self._stopping = preparer, hub, settings, stopping
         self._caller = Caller(tenant=batch.tenant, authenticated=batch.authenticated, key=batch.key)
         self._live: set[str] = set()
+        # Where it is not recorded who made the batch, its lines are not either.
+        self._tracing = OFF if batch.trace and not is_sampled(batch.trace) else tracing
 
     async def run(self, number: int, body: bytes, remaining_s: float) -> Outcome | None:
         """Run one line, or find what an earlier run of it made; None where it was stopped before it had ended.
 
         A refusal that passes is waited out. Raises ServiceUnavailableError never, asyncio.CancelledError at once.
         """
+        # A trace of its own: that of the batch would be one of fifty thousand lines.
+        attributes: dict[str, Attribute] = {"ropeway.batch.id": self._batch.id, "ropeway.batch.line": number}
+        with self._tracing.span("batch line", attributes=attributes, links=[self._batch.trace]) as span:
+            outcome = await self._run(number, body, remaining_s, replace(self._caller, trace=dict(span.trace)))
+            if outcome is not None:
+                span.set({"http.response.status_code": outcome.status})
+            return outcome
+
+    async def _run(self, number: int, body: bytes, remaining_s: float, caller: Caller) -> Outcome | None:
         pause, lost = _FIRST_PAUSE_S, 0
         while True:
             try:
-                return await self._once(number, body, remaining_s)
+                return await self._once(number, body, remaining_s, caller)
             except JobExpiredError:
                 return None
             except JobLostError as error:
@@ -131,13 +147,13 @@ class LineRunner:
             except RopewayError as error:
                 log.debug("job not deleted", job_id=job_id, why=error.message)
 
-    async def _once(self, number: int, body: bytes, remaining_s: float) -> Outcome | None:
+    async def _once(self, number: int, body: bytes, remaining_s: float, caller: Caller) -> Outcome | None:
         kind = ChatCompletionRequest if self._batch.endpoint == "/v1/chat/completions" else CompletionRequest
         request: GenerationRequest = await asyncio.to_thread(parse, kind, body)
         if request.stream:
             raise InvalidRequestError("stream: a batch does not stream", param="stream")
         options = JobOptions("batch", self._settings.flush_ms, request.metadata or {})
-        prepared = self._named(number, await self._preparer.prepare(request, self._caller, options))
+        prepared = self._named(number, await self._preparer.prepare(request, caller, options))
         ids = prepared.shape.job_ids
         if self._stopping() and not await self._known(ids):
             return None
@@ -153,12 +169,13 @@ class LineRunner:
         lifetime = Lifetime(max(1.0, remaining_s), self._settings.max_run_s, max(RESULT_S, self._settings.retention_s))
         answer = Answer(prepared.shape, whole=True)
         async with await self._hub.follow(prepared.shape.job_ids) as follower:
-            for envelope, track in zip(prepared.envelopes, follower.tracks, strict=True):
-                submitted = None
-                if not self._stopping():
-                    submitted = await self._store.submit(envelope, lifetime=lifetime)
-                if submitted is None or submitted.duplicate:
-                    track.look()
+            with submitting(self._tracing, prepared.envelopes):
+                for envelope, track in zip(prepared.envelopes, follower.tracks, strict=True):
+                    submitted = None
+                    if not self._stopping():
+                        submitted = await self._store.submit(envelope, lifetime=lifetime)
+                    if submitted is None or submitted.duplicate:
+                        track.look()
             if self._stopping():
                 for job_id in prepared.shape.job_ids:
                     await self._store.cancel(job_id)
@@ -200,6 +217,8 @@ async def line_runner(
     settings = GatewaySettings(redis_url=redis_url)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     async with AsyncExitStack() as stack:
+        tracing = open_tracing(settings, "ropeway-tasks", secrets.token_hex(16))
+        stack.push_async_callback(asyncio.to_thread, tracing.close)
         client = connect(redis_url)
         stack.push_async_callback(client.aclose)
         listener = connect_pubsub(redis_url)
@@ -218,8 +237,8 @@ async def line_runner(
         refresh = asyncio.create_task(catalogue.run(), name="catalogue")
         stack.push_async_callback(cancel_all, [refresh])
         policies = Gate(Access(client), settings).policies
-        preparer = Preparer(Directory(catalogue, Adapters(client)), executor, settings, policies)
-        yield LineRunner(batch, store, catalogue, preparer, hub, settings, stopping)
+        preparer = Preparer(Directory(catalogue, Adapters(client)), executor, settings, policies, tracing)
+        yield LineRunner(batch, store, catalogue, preparer, hub, settings, stopping, tracing)
 
 
 def _refused(info: ErrorInfo) -> Outcome:

@@ -27,6 +27,7 @@ from shared.redis_url import mask
 from shared.settings import TasksSettings
 from shared.task_metrics import TaskQueueCollector
 from shared.task_queue import QUEUE, WEBHOOK_QUEUE, TaskQueue, tasks_url
+from shared.tracing import open_tracing
 from shared.webhooks import Webhooks
 from tasks.batch_keeper import BatchKeeper
 from tasks.jobs import configure
@@ -180,7 +181,12 @@ def run(settings: TasksSettings | None = None) -> int:
     """Run background tasks in this process until it is told to stop; answers the exit code."""
     settings = settings or TasksSettings()
     configure_logs(settings.log_level, settings.log_json)
+    if settings.otlp_traces_endpoint is not None:
+        # Tasks are processes of their own, and read a gateway's settings.
+        os.environ["ROPEWAY_OTLP_TRACES_ENDPOINT"] = settings.otlp_traces_endpoint
     try:
+        # Only to find out whether it can be done: each task makes its own.
+        open_tracing(settings, "ropeway-tasks").close()
         tasks = Tasks(settings)
     except RopewayError as error:
         _log.error("tasks cannot run with these settings", reason=error.message)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
 from shared import keys
 from shared.keys import JobId
+from tests.support.adapter_tasks import TasksProcess
 from tests.support.otlp import Collector, Spanned
+from tests.support.ports import free_port
 from tests.support.stack import Process, Stack
 
 SECRET = "unmistakable words"
@@ -83,15 +87,20 @@ def attempts(spans: list[Spanned]) -> list[Spanned]:
 
 def second_worker(stack: Stack) -> None:
     _, port = stack.start_worker()
+    wait_for(f"http://127.0.0.1:{port}/ready")
+
+
+def wait_for(url: str) -> None:
+    """Until an address answers 200."""
     until = time.monotonic() + 120
-    while True:
+    while time.monotonic() < until:
         try:
-            if httpx.get(f"http://127.0.0.1:{port}/ready", timeout=5, trust_env=False).status_code == 200:
+            if httpx.get(url, timeout=5, trust_env=False).status_code == 200:
                 return
         except httpx.TransportError:
             pass
-        assert time.monotonic() < until, stack.processes[-1].text()
         time.sleep(0.05)
+    raise AssertionError(url)
 
 
 def test_one_tree_from_the_request_to_the_last_frame(stack: Stack, collector: Collector) -> None:
@@ -151,3 +160,38 @@ def test_attempts_of_a_job_whose_worker_was_drained(stack: Stack, collector: Col
     assert waits[1].began >= released.began and waits[1].ended == pytest.approx(completed.began, abs=5e6)
     made = [span.attributes["ropeway.attempt.output_tokens"] for span in (released, completed)]
     assert sum(made) == 100 and min(made) > 0
+
+
+def test_lines_of_a_batch_are_linked_to_whoever_made_it(stack: Stack, collector: Collector, tmp_path: Path) -> None:
+    stack.start_gateway(port := free_port(), files_store=str(tmp_path))
+    tasks = TasksProcess(stack.redis.url, tmp_path / "log", files_store=str(tmp_path))
+    made, hidden = f"{0xB:032x}", f"{0xC:032x}"
+    line = {
+        "custom_id": "a",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"model": "sim", "prompt": SECRET, "max_tokens": 2},
+    }
+    try:
+        tasks.wait_ready()
+        wait_for(f"http://127.0.0.1:{port}/ready")
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as http:
+            file = http.post("/v1/files", files={"file": ("in.jsonl", json.dumps(line))}, data={"purpose": "batch"})
+            order = {"input_file_id": file.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+            batches = [
+                http.post("/v1/batches", json=order, headers={"traceparent": f"00-{trace}-{'a' * 16}-{flags}"}).json()
+                for trace, flags in ((hidden, "00"), (made, "01"))
+            ]
+            for batch in batches:
+                while http.get(f"/v1/batches/{batch['id']}").json()["status"] != "completed":
+                    time.sleep(0.1)
+    finally:
+        assert tasks.stop() == 0
+    spans = collector.until(lambda found: any(span.name == "batch line" for span in found))
+    (root,) = [span for span in spans if span.name == "batch line"]
+    made_by = next(span for span in collector.trace(made, "POST /v1/batches") if span.name == "POST /v1/batches")
+    assert root.parent == "" and root.links == [(made, made_by.id)] and root.trace != made
+    assert (root.service, root.attributes["http.response.status_code"]) == ("ropeway-tasks", 200)
+    tree = by_name(collector.trace(root.trace, "batch line", "prepare", "submit sim", "attempt"))
+    assert tree["attempt"].parent == tree["submit sim"].id and tree["submit sim"].parent == root.id
+    assert not any(SECRET.encode() in body for body in collector.bodies)
