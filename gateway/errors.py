@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 _MAX_LOCATION = 6
 #: Faults of a body of which the first is looked for: they are all made to objects, and of millions that takes the whole
 #: process seconds and gigabytes.
-_MAX_FAULTS = 10_000
+_MAX_FAULTS = 1_000
 
 
 class UnsupportedMediaTypeError(InvalidRequestError):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shared.errors import AdapterError
 from shared.lora.files import WEIGHTS_FILE
-from shared.lora.peft_config import CONFIG_FILE, PeftConfig, matches
+from shared.lora.peft_config import CONFIG_FILE, PeftConfig
 
 _PREFIX = "base_model.model."
 #: A module's tensors. PEFT saves the layer itself beside the adapters of embedding and head.
@@ -74,7 +74,9 @@ def check_modules(config: PeftConfig, modules: list[str], known: Collection[str]
         raise AdapterError(f"{WEIGHTS_FILE}: {_listed(unknown)}: the model has no such module")
     wanted = config.target_modules
     if wanted is None or isinstance(wanted, str):
-        if wanted not in (None, "all-linear") and not all(matches("target_modules", wanted, m) for m in modules):
+        if wanted is None or wanted == "all-linear":
+            return
+        if not all(config.patterns.matches("target_modules", wanted, module) for module in modules):
             raise AdapterError(f"{CONFIG_FILE}: target_modules does not match the modules of {WEIGHTS_FILE}")
         return
     missing = sorted(name for name in wanted if not any(_ends_with(module, name) for module in modules))

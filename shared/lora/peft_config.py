@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
-import regex
 
 from shared.errors import AdapterError
-
-T = TypeVar("T")
+from shared.lora.patterns import Patterns
 
 CONFIG_FILE = "adapter_config.json"
 #: Bytes of a config; PEFT's own are below 2 kB.
 MAX_CONFIG_BYTES = 256 * 1024
-#: Seconds that one pattern may take on one module's name.
-_PATTERN_TIMEOUT_S = 0.2
 
 #: They say how an adapter was made or is to be named, and change nothing of what it computes.
 _HARMLESS = frozenset(
@@ -50,7 +47,7 @@ _HARMLESS = frozenset(
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-class PeftConfig(msgspec.Struct, kw_only=True):
+class PeftConfig(msgspec.Struct, kw_only=True, dict=True):
     """The fields that decide what a LoRA adapter computes. Names and defaults are PEFT's.
 
     Attributes:
@@ -68,13 +65,19 @@ class PeftConfig(msgspec.Struct, kw_only=True):
     alpha_pattern: dict[str, float] = {}
     target_modules: list[str] | str | None = None
 
+    @functools.cached_property
+    def patterns(self) -> Patterns:
+        """What matches its patterns; no field of it."""
+        return Patterns(CONFIG_FILE)
+
     def rank(self, module: str) -> int:
-        """Rank of a module's adapter. Raises AdapterError for a pattern that is no regular expression, or too slow."""
-        return _looked_up("rank_pattern", self.rank_pattern, module, self.r)
+        """Rank of a module's adapter. Raises AdapterError for a pattern that cannot be matched, see `Patterns`."""
+        return self.patterns.first("rank_pattern", self.rank_pattern, module, self.r)
 
     def scale(self, module: str) -> float:
         """What the product of B and A is multiplied by. Raises AdapterError as `rank`."""
-        rank, alpha = self.rank(module), _looked_up("alpha_pattern", self.alpha_pattern, module, self.lora_alpha)
+        rank = self.rank(module)
+        alpha = self.patterns.first("alpha_pattern", self.alpha_pattern, module, self.lora_alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
@@ -126,24 +129,3 @@ def _check(config: PeftConfig) -> None:
     for name, alpha in {"lora_alpha": config.lora_alpha, **config.alpha_pattern}.items():
         if not math.isfinite(alpha):
             raise AdapterError(f"{CONFIG_FILE}: alpha of {name} is not finite")
-
-
-def _looked_up(field: str, patterns: Mapping[str, T], module: str, default: T) -> T:
-    for pattern, value in patterns.items():
-        if matches(field, rf"(.*\.)?({pattern})", module):
-            return value
-    return default
-
-
-def matches(field: str, pattern: str, module: str) -> bool:
-    """Whether a regular expression of the config matches a module's whole name.
-
-    Raises:
-        AdapterError: it is none, or takes too long.
-    """
-    try:
-        return regex.fullmatch(pattern, module, timeout=_PATTERN_TIMEOUT_S) is not None
-    except regex.error as error:
-        raise AdapterError(f"{CONFIG_FILE}: {field}: {error}") from None
-    except TimeoutError:
-        raise AdapterError(f"{CONFIG_FILE}: {field}: a pattern takes too long") from None

@@ -343,6 +343,15 @@ def test_every_sampling_parameter_is_served_or_refused_by_name() -> None:
                 assert caught.value.param == name
 
 
+@pytest.mark.parametrize(("count", "param"), [(1_000, "metadata"), (1_001, None)])
+def test_the_first_fault_is_named_unless_there_are_too_many_to_look_at(count: int, param: str | None) -> None:
+    body = {"kind": "chat", "body": {}, "metadata": {str(number): 1 for number in range(count)}}
+    with pytest.raises(InvalidRequestError) as caught:
+        parse(JobRequest, json.dumps(body).encode())
+    assert caught.value.param == param
+    assert param is not None or caught.value.message == f"the body has {count} values of wrong types"
+
+
 def test_a_jobs_body_and_class() -> None:
     order = parse(JobRequest, b'{"kind": "chat", "class": "batch", "body": {"model": "m"}, "deadline_s": 5}')
     assert (order.job_class, order.deadline_s) == ("batch", 5)
