@@ -25,7 +25,7 @@ OWN = {
         "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras",
     },
 }  # fmt: skip
-EVERYWHERE = {*CommonSettings.model_fields, "tasks_redis_url"}
+EVERYWHERE = {*CommonSettings.model_fields, "tasks_redis_url", "webhook_allow", "webhook_http"}
 CLASSES: dict[str, type[CommonSettings]] = {
     "gateway": GatewaySettings,
     "tasks": TasksSettings,
@@ -256,6 +256,7 @@ def schema() -> Schema:
                 "rules": obj({"enabled": FLAG, "labels": TEXTS}),
             }
         ),
+        "webhooks": obj({"allow": NAMES, "http": FLAG}),
         "tracing": obj(
             {
                 "endpoint": {"type": "string", "pattern": "^(https?://[^/].*)?$"},

@@ -118,6 +118,12 @@ annotations:
 {{- end }}
 {{- end -}}
 
+{{/* Where webhooks may go: gateways check it at the submit, tasks at each try. */}}
+{{- define "ropeway.webhookEnv" -}}
+- {name: ROPEWAY_WEBHOOK_ALLOW, value: {{ .Values.webhooks.allow | toJson | quote }}}
+- {name: ROPEWAY_WEBHOOK_HTTP, value: {{ .Values.webhooks.http | quote }}}
+{{- end -}}
+
 {{/* Where background tasks wait, if that is another Redis. */}}
 {{- define "ropeway.tasksRedis" -}}
 - name: ROPEWAY_TASKS_REDIS_URL
