@@ -192,8 +192,9 @@ async def test_home_lanes_are_left_alone_while_no_wake_can_be_lost() -> None:
         while len(s.lanes.looks) == looks:  # something was heard, so they are looked at until nothing waits
             await asyncio.sleep(0.01)
         s.lanes.away.clear()
-        await s.lanes.until(lambda: sum(lane == 5 for lane, _ in s.lanes.pulls) >= 3)
-        assert s.lanes.queued[5] == 0
+        async with asyncio.timeout(20):
+            while s.lanes.queued[5]:  # however often it was tried before
+                await asyncio.sleep(0.01)
 
 
 async def test_home_lanes_are_looked_at_while_anything_waits_in_them() -> None:
