@@ -9,10 +9,17 @@ from msgspec.structs import replace
 
 from gateway.admission import Caller
 from gateway.file_form import FileForm
-from gateway.schemas import CreateBatchRequest, check_metadata
+from gateway.schemas import CreateBatchRequest, check_metadata, refuse
 from shared.batch_record import ENDPOINTS, WINDOW_S, BatchRecord, FileRecord, Progress
 from shared.batches import Batches, new_batch_id
-from shared.errors import ConflictError, InvalidRequestError, NotFoundError, RopewayError, ServiceUnavailableError
+from shared.errors import (
+    ConflictError,
+    InvalidRequestError,
+    NotFoundError,
+    RopewayError,
+    ServiceUnavailableError,
+    UnsupportedParameterError,
+)
 from shared.file_store import FileStore
 from shared.settings import GatewaySettings
 from shared.task_queue import TaskQueue, tasks_url
@@ -23,6 +30,11 @@ log = structlog.get_logger(__name__)
 _TASK_TIMEOUT_S = 1800
 #: Seconds that an input is kept past the end of its batch's window.
 _INPUT_SLACK_S = 24 * 3600
+#: Endpoints that OpenAI's batches have beside ours.
+_NOT_SERVED = frozenset(
+    {"/v1/embeddings", "/v1/moderations", "/v1/images/generations", "/v1/images/edits", "/v1/videos"}
+)
+_REFUSED = {"output_expires_after": lambda value: value is None}
 #: Bounds of a file's own expiry in seconds, as OpenAI has them.
 _LEAST_EXPIRY_S, _MOST_EXPIRY_S = 3600, 30 * 24 * 3600
 
@@ -87,7 +99,9 @@ class BatchDesk:
             ServiceUnavailableError: Redis is away, or there is none for tasks.
         """
         if body.endpoint not in ENDPOINTS:
-            raise InvalidRequestError(f"endpoint: must be one of {', '.join(ENDPOINTS)}", param="endpoint")
+            kind = UnsupportedParameterError if body.endpoint in _NOT_SERVED else InvalidRequestError
+            raise kind(f"endpoint: must be one of {', '.join(ENDPOINTS)}", param="endpoint")
+        refuse(body, _REFUSED)
         if body.completion_window != "24h":
             raise InvalidRequestError("completion_window: must be 24h", param="completion_window")
         check_metadata(body.metadata)

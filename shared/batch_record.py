@@ -15,7 +15,7 @@ BatchStatus = Literal[
 #: Of a batch that has ended.
 ENDED: Final = frozenset({"failed", "completed", "expired", "cancelled"})
 #: Paths that lines may ask for.
-ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions")
+ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 #: Seconds of the only completion window that there is.
 WINDOW_S: Final = 24 * 3600
 

@@ -16,14 +16,12 @@ import structlog
 
 from gateway.access import Gate
 from gateway.admission import Caller, JobOptions
-from gateway.answers import Answer
 from gateway.catalogue import Catalogue
 from gateway.errors import JobLostError, internal, public
 from gateway.errors import body as error_body
 from gateway.hub import Hub
 from gateway.metrics import GatewayMetrics
 from gateway.preparation import Prepared, Preparer
-from gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest, parse
 from gateway.served import Directory
 from gateway.spans import submitting
 from shared import keys
@@ -32,7 +30,6 @@ from shared.adapters import Adapters
 from shared.batch_record import BatchRecord
 from shared.connect import connect, connect_pubsub
 from shared.errors import (
-    InvalidRequestError,
     JobExpiredError,
     JobNotFoundError,
     OverloadedError,
@@ -47,6 +44,8 @@ from shared.settings import GatewaySettings
 from shared.tasks import cancel_all
 from shared.trace_context import is_sampled
 from shared.tracing import OFF, Attribute, Tracing, open_tracing
+from tasks import batch_requests
+from tasks.batch_requests import WholeAnswer
 
 log = structlog.stdlib.get_logger("tasks.batch_engine")
 
@@ -148,26 +147,23 @@ class LineRunner:
                 log.debug("job not deleted", job_id=job_id, why=error.message)
 
     async def _once(self, number: int, body: bytes, remaining_s: float, caller: Caller) -> Outcome | None:
-        kind = ChatCompletionRequest if self._batch.endpoint == "/v1/chat/completions" else CompletionRequest
-        request: GenerationRequest = await asyncio.to_thread(parse, kind, body)
-        if request.stream:
-            raise InvalidRequestError("stream: a batch does not stream", param="stream")
-        options = JobOptions("batch", self._settings.flush_ms, request.metadata or {})
-        prepared = self._named(number, await self._preparer.prepare(request, caller, options))
+        line = await batch_requests.read(self._batch.endpoint, body, self._store, caller)
+        options = JobOptions("batch", self._settings.flush_ms, line.request.metadata or {})
+        with line.naming():
+            prepared = self._named(number, await self._preparer.prepare(line.request, caller, options))
         ids = prepared.shape.job_ids
         if self._stopping() and not await self._known(ids):
             return None
         self._live.update(ids)
         try:
-            answer = await self._answer(prepared, remaining_s)
+            answer = await self._answer(prepared, line.answer(prepared), remaining_s)
         finally:
             self._live.difference_update(ids)
         return None if answer is None else Outcome(200, answer, ids)
 
-    async def _answer(self, prepared: Prepared, remaining_s: float) -> bytes | None:
+    async def _answer(self, prepared: Prepared, answer: WholeAnswer, remaining_s: float) -> bytes | None:
         """The answer's body; None where a job of it was cancelled."""
         lifetime = Lifetime(max(1.0, remaining_s), self._settings.max_run_s, max(RESULT_S, self._settings.retention_s))
-        answer = Answer(prepared.shape, whole=True)
         async with await self._hub.follow(prepared.shape.job_ids) as follower:
             with submitting(self._tracing, prepared.envelopes):
                 for envelope, track in zip(prepared.envelopes, follower.tracks, strict=True):

@@ -66,6 +66,7 @@ class BatchRun:
     """One slice of one batch.
 
     Args:
+        token: with which the caller has begun it (`Batches.begin`); it is left in the end.
         others_wait: whether other tasks wait for their turn; blocks.
     """
 
@@ -74,6 +75,7 @@ class BatchRun:
         batches: Batches,
         files: FileStore,
         batch_id: str,
+        token: str,
         *,
         redis_url: str,
         window: int,
@@ -85,7 +87,7 @@ class BatchRun:
         self._batches, self._files, self._id = batches, files, batch_id
         self._redis_url, self._window, self._slice_s = redis_url, window, slice_s
         self._retention_s, self._max_line_bytes, self._others_wait = retention_s, max_line_bytes, others_wait
-        self._token = secrets.token_hex(16)
+        self._token = token
         self._began = self._written = time.monotonic()
         self._stopped: float | None = None
         self._lost = self._yielding = self._expired = False
@@ -101,8 +103,6 @@ class BatchRun:
         Raises:
             RopewayError: something passed away for now; another slice goes on.
         """
-        if not await self._batches.begin(self._id, self._token):
-            return False
         watch = asyncio.create_task(self._watch(), name="watch")
         try:
             return await self._go_on()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import secrets
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 from typing import Final
 
 import structlog
@@ -31,6 +34,9 @@ ALLOWED_OF_WEBHOOKS: Final = frozenset({DELIVER_WEBHOOKS})
 stopping: Final = threading.Event()
 #: Names that are looked up at a time.
 _LOOKUPS: Final = 64
+
+#: Seconds between signs of life at a batch whose code is being imported.
+_STAY_S: Final = 1.0
 
 _settings: TasksSettings | None = None
 
@@ -71,17 +77,17 @@ def run_batch(batch: str, number: int) -> None:
 
 
 async def _run_batch(batch: str, settings: TasksSettings) -> None:
-    # The gateway's code takes its time to import, and loads of adapters need none of it.
-    from tasks.batch_run import BatchRun
-
     client = connect(settings.redis_url, max_connections=16)
     queue = TaskQueue(tasks_url(settings), settings.adapter_load_timeout_s)
-    batches = Batches(client)
+    batches, token = Batches(client), secrets.token_hex(16)
     try:
-        run = BatchRun(
+        if not await batches.begin(batch, token):
+            return
+        run = (await _batch_code(batches, batch, token)).BatchRun(
             batches,
             FileStore(settings.files_store),
             batch,
+            token,
             redis_url=settings.redis_url,
             window=settings.batch_window,
             slice_s=settings.batch_slice_s,
@@ -100,6 +106,18 @@ async def _run_batch(batch: str, settings: TasksSettings) -> None:
     finally:
         queue.close()
         await client.aclose()
+
+
+async def _batch_code(batches: Batches, batch: str, token: str) -> ModuleType:
+    """The module that runs batches, and with it the gateway's code, which other tasks do not need.
+
+    On a busy machine it takes seconds to import, in which the batch must not look as if nobody were at it.
+    """
+    importing = asyncio.create_task(asyncio.to_thread(importlib.import_module, "tasks.batch_run"))
+    while not importing.done():
+        await asyncio.wait([importing], timeout=_STAY_S)
+        await batches.stay(batch, token)
+    return await importing
 
 
 def deliver_webhooks(what: str, number: int) -> None:

@@ -17,6 +17,8 @@ import openai
 import pytest
 from msgspec.structs import replace
 from openai.types import Batch
+from openai.types.responses import Response
+from prometheus_client.parser import text_string_to_metric_families
 
 from shared import keys
 from shared.batches import Batches
@@ -186,6 +188,73 @@ def test_completions_with_several_prompts(client: openai.OpenAI, tasks: Callable
     assert [choice["text"] for choice in line["response"]["body"]["choices"]] == ["up", "down"]
 
 
+def test_responses(client: openai.OpenAI, tasks: Callable[..., TasksProcess]) -> None:
+    tasks()
+    before = client.responses.create(model=MODEL, input="up ")
+    bodies: dict[str, dict[str, Any]] = {
+        "plain": {"input": "round", "instructions": "go ", "max_output_tokens": 40, "metadata": {"a": "b"}},
+        "items": {"input": [{"role": "user", "content": [{"type": "input_text", "text": "down"}]}]},
+        "short": {"input": "the cabins go round", "max_output_tokens": 2},
+        "more": {"input": "and down", "previous_response_id": before.id},
+        "none": {"input": "x", "previous_response_id": "resp_none"},
+        "tools": {"input": "x", "tools": [{"type": "web_search"}]},
+        "large": {"input": "x", "max_output_tokens": 10**6},
+        "background": {"input": "x", "background": True},
+        "stored": {"input": "x", "store": True},
+    }
+    lines = [
+        {"custom_id": name, "method": "POST", "url": "/v1/responses", "body": {"model": MODEL, **body}}
+        for name, body in bodies.items()
+    ]
+    batch = until(client, create(client, lines, endpoint="/v1/responses"))
+    answers = {line["custom_id"]: line["response"] for line in content(client, batch.output_file_id)}
+    responses = {name: Response.model_validate(answer["body"]) for name, answer in answers.items()}
+    assert {name: response.output_text for name, response in responses.items()} == {
+        "plain": "go round", "items": "down", "short": responses["short"].output_text, "more": "up up and down",
+    }  # fmt: skip
+    assert (responses["plain"].status, responses["plain"].metadata) == ("completed", {"a": "b"})
+    assert responses["short"].status == "incomplete" and not responses["plain"].store  # type: ignore[attr-defined]
+    errors = {line["custom_id"]: line["response"]["body"]["error"] for line in content(client, batch.error_file_id)}
+    assert {name: error["param"] for name, error in errors.items()} == {
+        "none": "previous_response_id", "tools": "tools", "large": "max_output_tokens", "background": "background",
+        "stored": "store",
+    }  # fmt: skip
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(responses["plain"].id)
+
+
+def test_metrics_of_batches(client: openai.OpenAI, tasks: Callable[..., TasksProcess]) -> None:
+    process = tasks(batch_window=4)
+    assert process.stop() == 0
+    process = tasks(batch_window=4)  # what is counted outlives processes
+    before = sample(process, "ropeway_batch_lines_total", outcome="completed")
+    batch = create(client, [chat(f"line-{i}", "x" * 50) for i in range(100)])
+
+    def seen(name: str, least: float, **labels: str) -> None:
+        limit = time.monotonic() + 60
+        while sample(process, name, **labels) < least:
+            assert time.monotonic() < limit, name
+            time.sleep(0.05)
+
+    seen("ropeway_batches", 1, state="in_progress")
+    seen("ropeway_batch_lines_in_flight", 1)
+    until(client, batch)
+    seen("ropeway_batch_lines_total", before + 100, outcome="completed")
+    seen("ropeway_batches_ended_total", 1, status="completed")
+    assert sample(process, "ropeway_batch_lines_total", outcome="completed") == before + 100
+    assert sample(process, "ropeway_batches", state="in_progress") == 0
+    assert sample(process, "ropeway_batch_lines_in_flight") == 0
+
+
+def sample(process: TasksProcess, name: str, **labels: str) -> float:
+    """One value of a tasks process's metrics."""
+    for family in text_string_to_metric_families(httpx.get(f"http://127.0.0.1:{process.port}/metrics").text):
+        for found in family.samples:
+            if found.name == name and found.labels == labels:
+                return float(found.value)
+    raise AssertionError(f"there is no {name} {labels}")
+
+
 def test_a_faulty_file_fails_with_line_numbers(client: openai.OpenAI, tasks: Callable[..., TasksProcess]) -> None:
     tasks()
     data = jsonl([chat("a"), chat("a")]) + b"{nonsense\n" + jsonl([chat("b")])
@@ -339,17 +408,23 @@ def test_uploads_that_are_refused(client: openai.OpenAI, system: System) -> None
 
 
 @pytest.mark.parametrize(
-    ("changes", "param"),
+    ("changes", "param", "code"),
     [
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
-        ({"completion_window": "1h"}, "completion_window"),
-        ({"input_file_id": "file-0"}, "input_file_id"),
-        ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
+        ({"endpoint": "/v1/embeddings"}, "endpoint", "unsupported_parameter"),
+        ({"endpoint": "/v1/nonsense"}, "endpoint", None),
+        (
+            {"output_expires_after": {"anchor": "created_at", "seconds": 3600}},
+            "output_expires_after",
+            "unsupported_parameter",
+        ),
+        ({"completion_window": "1h"}, "completion_window", None),
+        ({"input_file_id": "file-0"}, "input_file_id", None),
+        ({"metadata": {str(i): "x" for i in range(17)}}, "metadata", None),
     ],
 )
-def test_batches_that_are_refused(client: openai.OpenAI, changes: dict[str, Any], param: str) -> None:
+def test_batches_that_are_refused(client: openai.OpenAI, changes: dict[str, Any], param: str, code: str | None) -> None:
     file = client.files.create(file=("x.jsonl", jsonl([chat("a")])), purpose="batch")
     fields = {"input_file_id": file.id, "endpoint": "/v1/chat/completions", "completion_window": "24h", **changes}
     with pytest.raises(openai.BadRequestError) as refused:
         client.batches.create(**fields)
-    assert refused.value.param == param
+    assert (refused.value.param, refused.value.code) == (param, code)

@@ -82,7 +82,7 @@ async def test_a_whole_response(gateway: Gateway) -> None:
     assert item["content"] == [{"type": "output_text", "text": "Hello", "annotations": [], "logprobs": []}]
     usage = got["usage"]
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"] and usage["output_tokens"] == 2
-    assert usage["input_tokens_details"] == {"cached_tokens": 1}
+    assert usage["input_tokens_details"] == {"cached_tokens": 1, "cache_write_tokens": 0}
     later = (await gateway.http.get(f"/v1/responses/{got['id']}")).json()
     assert later | {"completed_at": 0} == got | {"completed_at": 0}
     assert later["completed_at"] - got["completed_at"] in (-1, 0, 1)

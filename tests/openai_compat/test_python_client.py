@@ -6,7 +6,8 @@ from typing import Any
 
 import openai
 import pytest
-from openai.types.chat import ChatCompletionMessageParam
+from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
+from openai.types.responses import Response
 
 from tests.openai_compat.conftest import MODEL
 from tests.support.stack import Stack
@@ -45,6 +46,7 @@ def test_a_chat_with_every_field_that_is_served(client: openai.OpenAI) -> None:
         response_format={"type": "text"},
         modalities=["text"],
     )
+    ChatCompletion.model_validate_json(answer.model_dump_json())  # the client itself does not look whether all is there
     assert answer.id.startswith("chatcmpl-") and answer.object == "chat.completion" and answer.model == MODEL
     assert [choice.index for choice in answer.choices] == [0, 1]
     assert answer.service_tier == "flex"
@@ -174,6 +176,7 @@ def test_a_response(client: openai.OpenAI) -> None:
         model=MODEL, input=TEXT, instructions="say: ", temperature=0, top_p=1, max_output_tokens=64, metadata={"a": "b"}
     )
     assert (answer.object, answer.status, answer.output_text) == ("response", "completed", f"say: {TEXT}")
+    Response.model_validate_json(answer.model_dump_json())  # the client itself does not look whether all is there
     assert answer.usage is not None and answer.usage.output_tokens > 0
     again = client.responses.retrieve(answer.id)
     assert again.output_text == answer.output_text and again.metadata == {"a": "b"}
