@@ -14,7 +14,8 @@ from shared import keys
 from shared.batch_record import BatchRecord, FileRecord, Progress, Purpose, decode, encode
 from shared.errors import ForeignDataError, InvalidRequestError, NotFoundError, ServiceUnavailableError
 from shared.jobstore import JobStore
-from shared.scripts import Call, load, parse_number
+from shared.readings import parse_number
+from shared.scripts import Call, load
 
 #: Milliseconds after which a task that shows no sign of life counts as dead.
 RUNNING_MS: Final = 15_000

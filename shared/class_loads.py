@@ -7,7 +7,7 @@ from typing import Final
 
 from shared.jobs import LaneLoad
 from shared.keys import BUCKETS, CLASSES
-from shared.scripts import parse_number
+from shared.readings import parse_number
 
 _COUNTERS: Final = ("queued_jobs", "queued_tokens", "running_jobs", "running_tokens")
 _PLACES: Final = tuple((c, counter, b) for c in CLASSES for counter in _COUNTERS for b in range(BUCKETS))

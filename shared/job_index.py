@@ -8,7 +8,7 @@ from typing import Any
 
 import structlog
 
-from shared import keys, scripts
+from shared import keys, readings
 from shared.errors import ProtocolError
 from shared.jobs import JobEntry
 from shared.jobstore import JobStore
@@ -62,7 +62,7 @@ class JobIndex(JobStore):
 
     async def entries(self, ids: Sequence[JobId]) -> list[JobEntry]:
         """Those of some jobs that are there. One that does not read is left out: it must not hide the others."""
-        calls = [_plain("HMGET", keys.job(job_id), *scripts.ENTRY_FIELDS) for job_id in ids]
+        calls = [_plain("HMGET", keys.job(job_id), *readings.ENTRY_FIELDS) for job_id in ids]
         entries = []
         for job_id, values in zip(ids, await self._run_all(calls) if calls else [], strict=True):
             if isinstance(values, Exception):
@@ -70,7 +70,7 @@ class JobIndex(JobStore):
             if values[0] is None or values[1] is None:
                 continue
             try:
-                entries.append(scripts.parse_entry(str(job_id), values))
+                entries.append(readings.parse_entry(str(job_id), values))
             except ProtocolError as error:
                 log.warning("a job does not read", job_id=str(job_id), error=error.message)
         return entries

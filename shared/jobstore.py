@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import structlog
 
-from shared import class_loads, keys, scripts
+from shared import class_loads, keys, readings, scripts
 from shared.calls import AsyncClient, SyncClient, node_of, run, run_everywhere, run_sync
 from shared.cluster import Cluster, SyncCluster
 from shared.errors import (
@@ -112,7 +112,7 @@ class JobStore:
             attachment,
             self._usage_days,
         )
-        return scripts.parse_submit(await self._run(call), self._replicas)
+        return readings.parse_submit(await self._run(call), self._replicas)
 
     async def pull(self, pool: str, lane: int, owner: str, budget: PullBudget, lease: Lease) -> Pulled:
         """Take jobs from one lane, as far as the budget goes.
@@ -126,7 +126,7 @@ class JobStore:
             raw = await self._run(call)
             if raw is None:
                 return Pulled()
-            answer = scripts.parse_pull(raw)
+            answer = readings.parse_pull(raw)
             for job, error in answer.broken:
                 log.error("job buried: its envelope does not decode", job_id=job.job_id, error=error.message)
                 await self._run(scripts.bury(owner, job, error))
@@ -150,7 +150,7 @@ class JobStore:
 
     async def renew(self, owner: str, jobs: Sequence[Owned]) -> list[Publication]:
         """Keep jobs for another lease, in one pipeline; one answer per job, AWAY as in `publish`."""
-        return [scripts.parse_publication(a) for a in await self._run_all([scripts.renew(owner, job) for job in jobs])]
+        return [readings.parse_publication(a) for a in await self._run_all([scripts.renew(owner, job) for job in jobs])]
 
     async def release(self, owner: str, job: Owned) -> bool:
         """Give a job back with its attempt refunded. False: it was no longer the owner's."""
@@ -164,7 +164,7 @@ class JobStore:
         """
         parsed = JobId.match(job_id)
         answer = None if parsed is None else await self._run(scripts.cancel(parsed))
-        return None if answer is None else scripts.parse_status(answer)
+        return None if answer is None else readings.parse_status(answer)
 
     async def delete(self, job_id: str) -> JobStatus:
         """Remove a job with log, result and dead letter. One that is delayed or queued ends first, as by `cancel`.
@@ -179,7 +179,7 @@ class JobStore:
         answer = await self._run(scripts.delete(JobId.parse(job_id)))
         if answer is None:
             raise JobNotFoundError("no job has this id", param="id")
-        status = scripts.parse_status(answer)
+        status = readings.parse_status(answer)
         if status == "running":
             raise JobRunningError("the job is running: cancel it, and delete it when it has ended", param="id")
         return status
@@ -207,23 +207,23 @@ class JobStore:
             JobNotFoundError: no job has this id, or it has expired.
             ProtocolError: its envelope does not decode.
         """
-        values = await self._ask("HMGET", keys.job(JobId.parse(job_id)), *scripts.VIEW_FIELDS)
+        values = await self._ask("HMGET", keys.job(JobId.parse(job_id)), *readings.VIEW_FIELDS)
         if values[0] is None or values[1] is None:
             raise JobNotFoundError("no job has this id", param="id")
-        return scripts.parse_view(job_id, values)
+        return readings.parse_view(job_id, values)
 
     async def status(self, job_id: str) -> tuple[JobStatus, int]:
         """Status and sequence number of the last frame. Raises JobNotFoundError."""
         status, seq = await self._ask("HMGET", keys.job(JobId.parse(job_id)), "status", "seq")
         if status is None:
             raise JobNotFoundError("no job has this id", param="id")
-        return scripts.parse_status(status), scripts.parse_number(seq)
+        return readings.parse_status(status), readings.parse_number(seq)
 
     async def read_log(self, job_id: str, after_seq: int = 0, count: int = 1000) -> list[bytes]:
         """Encoded frames with a sequence number above `after_seq`, in order, at most `count`."""
         log = keys.events(JobId.parse(job_id))
         entries = await self._ask("XRANGE", log, f"{after_seq + 1}-0", "+", "COUNT", count)
-        return [scripts.parse_frame(fields) for _, fields in entries]
+        return [readings.parse_frame(fields) for _, fields in entries]
 
     async def readers(self, job_id: str) -> int | None:
         """How many subscriptions to a job's channel there are; None if a node that may have some does not say."""
@@ -241,13 +241,13 @@ class JobStore:
 
     async def lane_load(self, pool: str, lane: int) -> LaneLoad:
         """Exact counters of one lane."""
-        return scripts.parse_load(await self._ask("HMGET", keys.stats(pool, lane), *scripts.LOAD_FIELDS))
+        return readings.parse_load(await self._ask("HMGET", keys.stats(pool, lane), *readings.LOAD_FIELDS))
 
     async def lane_loads(self, pool: str, lanes: Sequence[int]) -> list[LaneLoad | None]:
         """Exact counters of several lanes, in one round trip; None where a lane's node is away while others answer."""
-        answers = await self._run_all([_plain("HMGET", keys.stats(pool, n), *scripts.LOAD_FIELDS) for n in lanes])
+        answers = await self._run_all([_plain("HMGET", keys.stats(pool, n), *readings.LOAD_FIELDS) for n in lanes])
         return [
-            None if isinstance(answer, ServiceUnavailableError) else scripts.parse_load(_raised(answer))
+            None if isinstance(answer, ServiceUnavailableError) else readings.parse_load(_raised(answer))
             for answer in answers
         ]
 
@@ -257,7 +257,7 @@ class JobStore:
         known = [load for load in loads if load is not None]
         if len(known) < lanes:
             raise ServiceUnavailableError("some nodes of Redis are not available", retry_after=RETRY_AFTER_S)
-        return LaneLoad(**{name: sum(getattr(load, name) for load in known) for name in scripts.LOAD_FIELDS})
+        return LaneLoad(**{name: sum(getattr(load, name) for load in known) for name in readings.LOAD_FIELDS})
 
     async def class_loads(self, pool: str, lanes: int) -> dict[str, LaneLoad]:
         """What every lane has queued and running, summed by class. Several times the cost of `pool_load`."""
@@ -267,7 +267,7 @@ class JobStore:
     async def dead_letters(self, pool: str, lane: int, count: int = 100) -> list[DeadLetter]:
         """Buried jobs of a lane, the newest first."""
         entries = await self._ask("XREVRANGE", keys.dead(pool, lane), "+", "-", "COUNT", count)
-        return [scripts.parse_dead_letter(entry, fields) for entry, fields in entries]
+        return [readings.parse_dead_letter(entry, fields) for entry, fields in entries]
 
     async def put_card(self, card: Card, bundle: TokenizerBundle) -> Card:
         """Join a pool: write its card if there is none. The first writer wins.
@@ -393,7 +393,7 @@ class SyncJobStore:
 
     def renew(self, owner: str, jobs: Sequence[Owned]) -> list[Publication]:
         """See `JobStore.renew`."""
-        return [scripts.parse_publication(a) for a in self._run_all([scripts.renew(owner, job) for job in jobs])]
+        return [readings.parse_publication(a) for a in self._run_all([scripts.renew(owner, job) for job in jobs])]
 
     def release(self, owner: str, job: Owned) -> bool:
         """See `JobStore.release`."""
@@ -418,7 +418,7 @@ def _plain(command: str, key: str, *arguments: Any) -> Call:
 def _publications(answers: list[Any], *, several: bool) -> list[Publication]:
     """Answers to `publish`, by one node or by several. A node that is away says nothing of the others, even where
     nothing was sent to them: their frames must not wait for it."""
-    return [scripts.parse_publication(answer) for answer in _checked(answers, whole=not several)]
+    return [readings.parse_publication(answer) for answer in _checked(answers, whole=not several)]
 
 
 def _checked(answers: list[Any], *, whole: bool = True) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from shared import keys, scripts
+from shared import keys, readings, scripts
 from shared.calls import primaries, run
 from shared.errors import ConflictError, ForeignDataError, JobNotFoundError, ProtocolError, RopewayError
 from shared.jobs import DeadLetter, Lease, Lifetime
@@ -209,7 +209,7 @@ class Upkeep(JobStore):
         while last:
             entries = await self._ask("XREVRANGE", keys.dead(pool, lane), last, "-", "COUNT", _PAGE)
             for entry, fields in entries:
-                yield scripts.parse_dead_letter(entry, fields)
+                yield readings.parse_dead_letter(entry, fields)
             last = f"({entries[-1][0].decode()}" if len(entries) == _PAGE else ""
 
     async def retry_dead(self, job_id: str, lifetime: Lifetime | None = None) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import structlog
 
-from shared import keys, scripts
+from shared import keys, readings
 from shared.errors import ForeignDataError, InvalidRequestError, ProtocolError
 from shared.jobstore import JobStore
 from shared.scripts import Call
@@ -135,7 +135,7 @@ def _counters(held: Mapping[bytes, bytes]) -> Iterator[tuple[str, str, int, int]
         if counter is None:
             continue
         try:
-            value = scripts.parse_number(text)
+            value = readings.parse_number(text)
         except ForeignDataError as error:
             log.warning("usage.foreign_data", error=error.message)
             continue

@@ -10,7 +10,8 @@ from shared import keys
 from shared.errors import ForeignDataError
 from shared.keys import JobId
 from shared.protocol import JobStatus
-from shared.scripts import Call, load, parse_number, parse_status
+from shared.readings import parse_number, parse_status
+from shared.scripts import Call, load
 
 #: `waiting` for the end of its job; `pending`; then how it ended. `gone`: the receiver answered 410.
 DeliveryState = Literal["waiting", "pending", "delivered", "gone", "failed"]

@@ -18,7 +18,7 @@ from shared.errors import JobNotFoundError, ProtocolError
 from shared.job_index import JobIndex
 from shared.keys import JobId
 from shared.protocol import Head, JobClass, TokenizerBundle, decode
-from shared.scripts import parse_number
+from shared.readings import parse_number
 from shared.trace_context import trace_id
 from shared.webhook_calls import Claimed, OutboxEntry
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from redis.crc import key_slot
 
-from shared import access, adapter_calls, keys, scripts, webhook_calls
+from shared import access, adapter_calls, keys, readings, scripts, webhook_calls
 from shared.adapter_record import AdapterRecord
 from shared.batch_record import Progress
 from shared.batches import advance_call, change_call
@@ -119,10 +119,10 @@ def test_errors_that_lua_makes_are_those_of_the_tree(kind: type[JobError]) -> No
 
 
 def test_submit_parses() -> None:
-    assert scripts.parse_submit([0, 3, 40]) == Submitted(False, 3, 40)
-    assert scripts.parse_submit([1, 3, 40]) == Submitted(True, 3, 40)
+    assert readings.parse_submit([0, 3, 40]) == Submitted(False, 3, 40)
+    assert readings.parse_submit([1, 3, 40]) == Submitted(True, 3, 40)
     with pytest.raises(OverloadedError, match="3 jobs with 40 tokens") as caught:
-        scripts.parse_submit([2, 3, 40])
+        readings.parse_submit([2, 3, 40])
     assert caught.value.retry_after
 
 
@@ -130,17 +130,17 @@ def test_pull_parses() -> None:
     broken = str(JobId.new("p", 3)).encode()
     job: list[Any] = [str(JOB_ID).encode(), encode(ENVELOPE), 2, 1, 5, 99, 1500, 1, 0, b"w1", 2500]
     answer = [b"token", [job, [broken, b"junk", 7, 1, 0, 0, 0, 0, 0, b"", 0]], [b"x", b"expired"], [b"y"], 1, 2]
-    parsed = scripts.parse_pull(answer)
+    parsed = readings.parse_pull(answer)
     assert parsed.token == b"token"
     assert parsed.pulled.jobs == [PulledJob(ENVELOPE, 2, 1, 5, 99, 1.5, True, False, "w1", 2.5)]
     assert parsed.pulled.ended == {"x": "expired"} and parsed.pulled.buried == ["y"]
     assert (parsed.pulled.reclaimed, parsed.pulled.alone_waiting) == (1, 2)
     assert [owned for owned, _ in parsed.broken] == [Owned(broken.decode(), 7)]
-    assert scripts.parse_pull(None).pulled.jobs == []
+    assert readings.parse_pull(None).pulled.jobs == []
 
 
 def test_publications_parse() -> None:
-    assert [scripts.parse_publication(i) for i in range(3)] == [
+    assert [readings.parse_publication(i) for i in range(3)] == [
         Publication.FINE, Publication.CANCELLED, Publication.FENCED,
     ]  # fmt: skip
 
