@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,7 @@ import torch
 
 from engine.plan import Span
 from kernels.attention import AttentionBatch, AttentionGroup
+from kernels.transfer import to_device
 
 Ints = npt.NDArray[np.int64]
 
@@ -24,6 +25,7 @@ class CacheLayout:
     """What a batch must know of the KV cache. `null_block` is never written and holds zeros.
 
     `grouped`: attention wants groups of similar sizes, with masks; else all sequences are one group without.
+    `put` brings what a batch is described by to the device, if not each array by itself.
     """
 
     block_size: int
@@ -32,6 +34,7 @@ class CacheLayout:
     dtype: torch.dtype
     device: torch.device
     grouped: bool = True
+    put: Callable[[Ints], torch.Tensor] | None = None
 
 
 @dataclass(slots=True)
@@ -42,15 +45,15 @@ class Batch:
         order: indices of the spans, as their rows follow each other.
         tokens, positions: [tokens] int64.
         attention: slots and groups.
-        sample_rows: [samples] int64, the last rows of the spans that sample, in the order of the spans; None where that
-            is every row as it stands.
+        sample_rows: [samples] on the host, the last rows of the spans that sample, in the order of the spans; None
+            where that is every row as it stands.
     """
 
     order: list[int]
     tokens: torch.Tensor
     positions: torch.Tensor
     attention: AttentionBatch
-    sample_rows: torch.Tensor | None
+    sample_rows: Ints | None
 
 
 @dataclass(slots=True)
@@ -67,7 +70,7 @@ def build_batch(spans: list[Span], layout: CacheLayout) -> Batch:
     """Tensors for a pass over at least one span.
 
     Rows are ordered so that each attention group's are neighbours, and in one group those of each adapter;
-    `sample_rows` follows the order of the spans.
+    `sample_rows` follows the order of the spans. A token that a pass under way will give is 0 here.
     """
     counts = np.array([span.count for span in spans], dtype=np.int64)
     starts = np.array([span.start for span in spans], dtype=np.int64)
@@ -75,11 +78,12 @@ def build_batch(spans: list[Span], layout: CacheLayout) -> Batch:
     order = np.concatenate(members)
     counts, starts = counts[order], starts[order]
     ordered = [spans[index] for index in order]
-    shape = _Shape(counts, starts, starts + counts, _tables(ordered, starts + counts, layout))
+    shape = _Shape(counts, starts, starts + counts, block_tables(ordered, starts + counts, layout))
     rows = np.cumsum(counts) - counts
     tokens: list[int] = []
     for span in ordered:
-        tokens += span.sequence.tokens[span.start : span.start + span.count]
+        known = span.sequence.tokens[span.start : span.start + span.count]
+        tokens += known or [0]
     positions = np.arange(len(tokens), dtype=np.int64) + np.repeat(starts - rows, counts)
     blocks = shape.tables[np.repeat(np.arange(len(spans)), counts), positions // layout.block_size]
     slots = blocks * layout.block_size + positions % layout.block_size
@@ -88,7 +92,7 @@ def build_batch(spans: list[Span], layout: CacheLayout) -> Batch:
         tokens=_to(np.array(tokens, dtype=np.int64), layout),
         positions=_to(positions, layout),
         attention=AttentionBatch(_to(slots, layout), _groups([len(group) for group in members], shape, layout)),
-        sample_rows=_sample_rows(spans, order, rows + counts - 1, len(tokens), layout),
+        sample_rows=_sample_rows(spans, order, rows + counts - 1, len(tokens)),
     )
 
 
@@ -96,18 +100,17 @@ def _by_adapter(spans: list[Span]) -> Ints:
     return np.argsort([span.sequence.adapter_slot for span in spans], kind="stable")
 
 
-def _sample_rows(
-    spans: list[Span], order: Ints, last_rows: Ints, tokens: int, layout: CacheLayout
-) -> torch.Tensor | None:
+def _sample_rows(spans: list[Span], order: Ints, last_rows: Ints, tokens: int) -> Ints | None:
     last_of_span = np.empty_like(last_rows)
     last_of_span[order] = last_rows
     rows = last_of_span[[span.sample for span in spans]]
     if len(rows) == tokens and bool((np.diff(rows) == 1).all()):
         return None
-    return _to(rows, layout)
+    return rows
 
 
-def _tables(spans: list[Span], lengths: Ints, layout: CacheLayout) -> Ints:
+def block_tables(spans: list[Span], lengths: Ints, layout: CacheLayout) -> Ints:
+    """[spans, blocks of the longest], padded with the null block."""
     used = -(-lengths // layout.block_size)
     tables = np.full((len(spans), int(used.max())), layout.null_block, dtype=np.int64)
     for row, (span, blocks) in enumerate(zip(spans, used.tolist(), strict=True)):
@@ -176,7 +179,7 @@ def _mask(visible: Ints, keys: int, layout: CacheLayout) -> torch.Tensor | None:
     batch, queries = visible.shape
     if bool((visible == keys).all()):
         return None
-    hidden = torch.arange(keys, device=layout.device) >= _to(visible, layout).unsqueeze(-1)
+    hidden = torch.arange(keys, device=layout.device) >= to_device(visible, layout.device).unsqueeze(-1)
     mask = torch.zeros(hidden.shape, dtype=layout.dtype, device=layout.device).masked_fill_(hidden, float("-inf"))
     mask = mask.unsqueeze(1)  # [batch, 1, queries, keys]
     if queries == 1 or batch == 1:
@@ -185,8 +188,5 @@ def _mask(visible: Ints, keys: int, layout: CacheLayout) -> torch.Tensor | None:
     return mask.expand(batch, layout.kv_heads, queries, keys).reshape(batch * layout.kv_heads, 1, queries, keys)
 
 
-def _to(array: npt.NDArray[Any], layout: CacheLayout) -> torch.Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if layout.device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(layout.device, non_blocking=True)
+def _to(array: Ints, layout: CacheLayout) -> torch.Tensor:
+    return to_device(array, layout.device) if layout.put is None else layout.put(array)

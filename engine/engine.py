@@ -16,7 +16,8 @@ from engine.block_pool import BlockPool
 from engine.choice import ChoiceWriter, spelled
 from engine.config import SchedulerConfig
 from engine.detokenizer import Detokenizer
-from engine.plan import Runner, Sampled, Span, StepPlan
+from engine.passes import INTERNAL, Flight, Passes
+from engine.plan import Launcher, Runner, Sampled, Span, StepPlan
 from engine.request import (
     AdapterStats,
     Capacity,
@@ -47,8 +48,6 @@ logger = logging.getLogger(__name__)
 
 #: Seconds that a step waits for an adapter where there is nothing else to do.
 _ADAPTER_WAIT_S = 0.05
-#: What a client is told of an unexpected failure; the log has the rest.
-_INTERNAL = "the engine failed on this request"
 
 
 @dataclass(slots=True, eq=False)
@@ -76,10 +75,17 @@ class Engine:
         tokenizer: Tokenizer,
         config: SchedulerConfig,
         library: AdapterLibrary[Adapter] | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
-        """Serve a model; with a `library` also its adapters, whose loading goes on beside the steps."""
+        """Serve a model; with a `library` also its adapters, whose loading goes on beside the steps.
+
+        With a `launcher`, which is the runner again, a step begins a pass and then takes in the one before: what the
+        host does for both is done while the device computes.
+        """
         self.library, self.tokenizer = library, tokenizer
         self._runner = runner
+        self._passes = Passes(runner, launcher)
+        self._flight: Flight | None = None
         self._info = info
         self._config = config
         self._detokenizer = Detokenizer(tokenizer)
@@ -131,18 +137,13 @@ class Engine:
             self._complete.append(live)
 
     def step(self) -> list[StepOutput]:
-        """One forward pass over the mixed batch; one output for each request with news."""
+        """One forward pass over the mixed batch; one output for each request with news.
+
+        With a launcher the news are of the pass before, so that a step that begins the first of all has none.
+        """
         outputs: dict[str, StepOutput] = {}
         self._emit_complete(outputs)
-        plan = self._schedule(outputs)
-        if plan.fills:
-            plan = self._fill(plan, outputs)
-        if plan.spans:
-            self._stats.steps += 1
-            answers = self._execute(plan)
-            for span, answer in zip(plan.spans, answers, strict=True):
-                if span.sequence.state is SequenceState.RUNNING:  # else a sibling of this step has failed
-                    self._apply(span, answer, outputs)
+        self._turn(outputs)
         for output in outputs.values():
             if not output.finished:
                 self._account(self._live[output.request_id], output)
@@ -263,13 +264,47 @@ class Engine:
 
     # --- stepping ---
 
-    def _schedule(self, outputs: dict[str, StepOutput]) -> StepPlan:
-        """The next pass. Where all wait for adapters that are being read, wait with them for a little while."""
+    def _turn(self, outputs: dict[str, StepOutput]) -> None:
+        """Begin the next pass, and take in the one that is under way; or do one pass whole."""
+        flight = self._flight
+        if flight is not None and flight.pending is None:
+            self._land(outputs)
+            return
+        plan = self._schedule(outputs)
+        if plan is not None and plan.fills:
+            plan = self._fill(plan, outputs)
+        if plan is None or not plan.spans:
+            self._land(outputs)
+            return
+        self._stats.steps += 1
+        pending = self._passes.launch(plan)
+        if flight is None and pending is None:
+            self._apply_all(plan, self._passes.compute(plan), outputs)
+            return
+        self._scheduler.launched(plan)
+        sound = self._land(outputs)
+        self._flight = Flight(plan, pending if sound else None)
+
+    def _land(self, outputs: dict[str, StepOutput]) -> bool:
+        """Take in the pass under way, if there is one; whether what was launched behind it may be trusted."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return True
+        plan, answers, sound = self._passes.land(flight)
+        self._apply_all(plan, answers, outputs)
+        return sound
+
+    def _schedule(self, outputs: dict[str, StepOutput]) -> StepPlan | None:
+        """The next pass; None where that under way has to land first.
+
+        Where all wait for adapters that are being read, wait with them for a little while.
+        """
+        settled = self._flight is None
         if self.library is None:
-            return self._scheduler.schedule()
+            return self._scheduler.schedule(settled=settled)
         self._fail_all(self.library.poll(), outputs)
-        plan = self._scheduler.schedule()
-        if not plan.spans and not outputs and self.library.pending:
+        plan = self._scheduler.schedule(settled=settled)
+        if settled and plan is not None and not plan.spans and not outputs and self.library.pending:
             self._fail_all(self.library.poll(_ADAPTER_WAIT_S), outputs)
             plan = self._scheduler.schedule()
         return plan
@@ -290,38 +325,18 @@ class Engine:
             except Exception:  # whatever is wrong with one adapter must not end the requests of others
                 label = self._tiers.library.label(identity)
                 logger.exception("adapter %s cannot be brought to slot %d", label, slot)
-                self._fail_all({identity: EngineError(_INTERNAL)}, outputs)
+                self._fail_all({identity: EngineError(INTERNAL)}, outputs)
                 self._tiers.evict(identity)
-        running = [span.sequence.state is SequenceState.RUNNING for span in plan.spans]
-        spans = [span for span, runs in zip(plan.spans, running, strict=True) if runs]
-        return StepPlan(spans, sum(running[: plan.decodes]), plan.copies)
+        return plan.still_running()
 
-    def _execute(self, plan: StepPlan) -> list[Sampled | None]:
-        """Run the pass; if it fails as a whole, run its spans one by one, so that only the guilty ones fail."""
-        try:
-            return self._run(plan)
-        except Exception:  # whatever one row makes the model raise must not end the others
-            logger.exception("a forward pass over %d spans failed; running them one by one", len(plan.spans))
-        answers: list[Sampled | None] = []
-        held = {block for span in plan.spans for block in span.sequence.block_table}
-        for position, span in enumerate(plan.spans):
-            # Its own copies, and those for sequences without a span in this pass: to copy again does no harm there.
-            own = [
-                (s, target) for s, target in plan.copies if target in span.sequence.block_table or target not in held
-            ]
-            alone = StepPlan(spans=[span], decodes=int(position < plan.decodes), copies=own)
-            try:
-                answers += self._run(alone)
-            except Exception:  # as above: this one is guilty
-                logger.exception("the forward pass failed for request %s", span.sequence.request_id)
-                answers.append(Sampled(-1, error=EngineError(_INTERNAL)))
-        return answers
-
-    def _run(self, plan: StepPlan) -> list[Sampled | None]:
-        answers = self._runner.execute(plan)
-        if len(answers) != len(plan.spans):
-            raise EngineError(f"the runner answered {len(answers)} of {len(plan.spans)} spans")
-        return answers
+    def _apply_all(self, plan: StepPlan, answers: list[Sampled | None], outputs: dict[str, StepOutput]) -> None:
+        for span, answer in zip(plan.spans, answers, strict=True):
+            sequence = span.sequence
+            if span.sample and sequence.ahead:
+                sequence.ahead -= 1
+            # Else a sibling in this pass has failed, or it was over before the pass was.
+            if sequence.state is SequenceState.RUNNING:
+                self._apply(span, answer, outputs)
 
     def _apply(self, span: Span, answer: Sampled | None, outputs: dict[str, StepOutput]) -> None:
         """What one span's result means for its request."""
@@ -341,7 +356,7 @@ class Engine:
                     delta = live.writers[span.sequence].push(answer.token_id, answer.logprob)
             except Exception:  # a detokenizer that chokes on one text must not end the others
                 logger.exception("detokenizing failed for request %s", live.id)
-                error = EngineError(_INTERNAL)
+                error = EngineError(INTERNAL)
         if error is not None:
             self._fail(live, error, self._output(live, outputs))
         elif delta is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from engine.request import LogprobEntry
-from engine.sequence import Sequence
+from engine.sequence import Sequence, SequenceState
 from shared.errors import RopewayError
 
 if TYPE_CHECKING:
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class Span:
     """Tokens of one sequence that this step computes: `tokens[start : start + count]`.
+
+    The token at `start` may be one that the pass before is still to give; the span is that token alone then.
 
     `sample` is set where the last of them is the sequence's last known token, so that its logits give the next one.
     The blocks of positions 0 to `start + count - 1` are in the sequence's block table. `scored` are positions of the
@@ -46,6 +48,12 @@ class StepPlan:
     def tokens(self) -> int:
         """Tokens in the pass."""
         return sum(span.count for span in self.spans)
+
+    def still_running(self) -> StepPlan:
+        """Without the spans of sequences that do not run any more, and without fills."""
+        running = [span.sequence.state is SequenceState.RUNNING for span in self.spans]
+        spans = [span for span, runs in zip(self.spans, running, strict=True) if runs]
+        return StepPlan(spans, sum(running[: self.decodes]), self.copies)
 
 
 @dataclass(slots=True)
@@ -80,3 +88,23 @@ class Runner(Protocol):
         A row whose logits are not finite has its own `error` (EngineError); the other rows are unaffected. Writing the
         same positions twice gives the same cache, so a failed pass may be run again in parts.
         """
+
+
+class Pending(Protocol):
+    """A pass that was launched."""
+
+    def result(self) -> list[Sampled | None]:
+        """Wait for it; what `Runner.execute` answers, but that log probabilities are not told.
+
+        What it raises is the failure of the pass as a whole, and of all that were launched behind it.
+        """
+
+
+class Launcher(Protocol):
+    """A runner whose passes need not be waited for before the next one begins."""
+
+    def launches(self, plan: StepPlan) -> bool:
+        """Whether the pass can be launched: nothing in it needs the host before it ends."""
+
+    def launch(self, plan: StepPlan) -> Pending:
+        """Begin a pass behind the last one launched, whose tokens it may take: see `Span`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from engine.adapters.device import DeviceAdapters
 from engine.adapters.weights import Adapter
-from engine.batch import Batch, CacheLayout, build_batch
+from engine.batch import CacheLayout, build_batch
 from engine.logprobs import score
 from engine.models.registry import CausalLM
 from engine.plan import Sampled, Span, StepPlan
@@ -21,12 +22,28 @@ from engine.sequence import Sequence
 from kernels.blocked import BlockedLogits
 from kernels.lora import Ints, LoraPass
 from kernels.ops import Ops, wants_groups
+from kernels.transfer import to_device
 from shared.errors import EngineError
 
 #: Rows of logits that are scored at once: enough for the matrix product, and a bound on memory whatever the prompt.
 SCORED_ROWS = 64
 #: Greedy rows that are worth a pass of their own over the screened output matrix, where others take all logits anyway.
 SCREENED_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PassRows:
+    """What the host knows of a pass's rows.
+
+    Attributes:
+        order: indices of the spans, as their rows follow each other.
+        sampled: see `engine.batch.Batch.sample_rows`.
+        slots: adapter slot of each row; None where all are of the base model.
+    """
+
+    order: list[int]
+    sampled: Ints | None
+    slots: Ints | None
 
 
 class ModelRunner:
@@ -75,27 +92,34 @@ class ModelRunner:
         """Run one pass; see `engine.plan.Runner.execute`."""
         if not plan.spans:
             return []
-        if plan.copies:
-            source, destination = torch.tensor(plan.copies, device=self._model.device).unbind(1)
-            self._ops.copy_blocks(self._cache, source, destination)
-        if self._tainted:
-            self._clean(plan.spans)
-        batch = build_batch(plan.spans, self._layout)
-        slots = self._slots(plan.spans, batch)
-        hidden = self._forward(batch.tokens, batch.positions, batch.attention, self._lora(slots))
+        rows, hidden = self._pass(plan)
         answers: list[Sampled | None] = [None] * len(plan.spans)
-        self._sample(plan.spans, batch, hidden, slots, answers)
-        self._score(plan.spans, batch, hidden, slots, answers)
+        self._sample(plan.spans, rows, hidden, answers)
+        self._score(plan.spans, rows, hidden, answers)
         for span, answer in zip(plan.spans, answers, strict=True):
             if answer is not None and answer.error is not None:
                 self._tainted.update(span.sequence.block_table)
         return answers
 
-    def _slots(self, spans: list[Span], batch: Batch) -> Ints | None:
+    def _pass(self, plan: StepPlan) -> tuple[PassRows, torch.Tensor]:
+        """The forward pass: its rows and their hidden states."""
+        self._copy(plan.copies)
+        if self._tainted:
+            self._clean(plan.spans)
+        batch = build_batch(plan.spans, self._layout)
+        rows = PassRows(batch.order, batch.sample_rows, self._slots(plan.spans, batch.order))
+        return rows, self._forward(batch.tokens, batch.positions, batch.attention, self._lora(rows.slots))
+
+    def _copy(self, copies: list[tuple[int, int]]) -> None:
+        if copies:
+            source, destination = to_device(np.array(copies).T, self._model.device).unbind(0)
+            self._ops.copy_blocks(self._cache, source, destination)
+
+    def _slots(self, spans: list[Span], order: list[int]) -> Ints | None:
         """Adapter slot of each row; None where all are of the base model."""
         if self._adapters is None or all(span.sequence.adapter_slot < 0 for span in spans):
             return None
-        ordered = [spans[index] for index in batch.order]
+        ordered = [spans[index] for index in order]
         return np.repeat([span.sequence.adapter_slot for span in ordered], [span.count for span in ordered])
 
     def _lora(self, slots: Ints | None) -> LoraPass | None:
@@ -105,23 +129,19 @@ class ModelRunner:
         batch = self._adapters.batch(slots)
         return None if batch is None else self._adapters.forward(batch)
 
-    def _logits(self, hidden: torch.Tensor, slots: Ints | None, rows: torch.Tensor | None) -> BlockedLogits:
+    def _logits(self, hidden: torch.Tensor, slots: Ints | None, rows: Ints | None) -> BlockedLogits:
         """Of some rows, or of all."""
+        if rows is None:
+            return self._unembed(hidden, slots)
+        chosen = hidden.index_select(0, to_device(rows, hidden.device))
+        return self._unembed(chosen, None if slots is None else slots[rows])
+
+    def _unembed(self, hidden: torch.Tensor, slots: Ints | None) -> BlockedLogits:
         if self._adapters is None or not self._adapters.changes("lm_head"):
             slots = None
-        if rows is None:
-            return self._model.logits(hidden, self._lora(slots))
-        chosen = None if slots is None else slots[rows.cpu().numpy()]
-        return self._model.logits(hidden.index_select(0, rows), self._lora(chosen))
+        return self._model.logits(hidden, self._lora(slots))
 
-    def _sample(
-        self,
-        spans: list[Span],
-        batch: Batch,
-        hidden: torch.Tensor,
-        slots: Ints | None,
-        answers: list[Sampled | None],
-    ) -> None:
+    def _sample(self, spans: list[Span], rows: PassRows, hidden: torch.Tensor, answers: list[Sampled | None]) -> None:
         """The next token of each span that samples."""
         sampled = [index for index, span in enumerate(spans) if span.sample]
         if not sampled:
@@ -129,44 +149,37 @@ class ModelRunner:
         sequences = [spans[index].sequence for index in sampled]
         rest = list(range(len(sampled)))
         if self._model.screens:
-            for place, token in self._greedy(sequences, hidden, slots, batch.sample_rows):
+            for place, token in self._greedy(sequences, rows, hidden):
                 answers[sampled[place]] = Sampled(token)
             rest = [place for place, index in enumerate(sampled) if answers[index] is None]
         if not rest:
             self._sampler.rest()
             return
-        logits = self._logits(hidden, slots, _some(batch.sample_rows, rest, len(sampled), hidden.device))
+        logits = self._logits(hidden, rows.slots, _some(rows.sampled, rest, len(sampled)))
         results = self._sampler.sample(logits, [sequences[place] for place in rest])
         for place, result in zip(rest, results, strict=True):
             answers[sampled[place]] = result
 
-    def _greedy(
-        self, sequences: list[Sequence], hidden: torch.Tensor, slots: Ints | None, rows: torch.Tensor | None
-    ) -> list[tuple[int, int]]:
+    def _greedy(self, sequences: list[Sequence], rows: PassRows, hidden: torch.Tensor) -> list[tuple[int, int]]:
         """Places and tokens of sequences whose token can be told without all their logits."""
-        if slots is not None and self._adapters is not None and self._adapters.changes("lm_head"):
+        if rows.slots is not None and self._adapters is not None and self._adapters.changes("lm_head"):
             return []
         places = [place for place, sequence in enumerate(sequences) if takes_argmax(sequence)]
         if not places or len(places) < min(len(sequences), SCREENED_ROWS):
             return []
-        chosen = _some(rows, places, len(sequences), hidden.device)
-        tokens = self._model.greedy(hidden if chosen is None else hidden.index_select(0, chosen)).tolist()
+        chosen = _some(rows.sampled, places, len(sequences))
+        if chosen is not None:
+            hidden = hidden.index_select(0, to_device(chosen, hidden.device))
+        tokens = self._model.greedy(hidden).tolist()
         return [(place, token) for place, token in zip(places, tokens, strict=True) if token >= 0]
 
-    def _score(
-        self,
-        spans: list[Span],
-        batch: Batch,
-        hidden: torch.Tensor,
-        slots: Ints | None,
-        answers: list[Sampled | None],
-    ) -> None:
+    def _score(self, spans: list[Span], rows: PassRows, hidden: torch.Tensor, answers: list[Sampled | None]) -> None:
         """Log probabilities of the prompts' tokens, some rows at a time. A span keeps its first error."""
-        rows = _scored(spans, batch.order)
-        while part := list(islice(rows, SCORED_ROWS)):
-            index = torch.tensor([row for row, _, _ in part], device=hidden.device)
+        scored = _scored(spans, rows.order)
+        while part := list(islice(scored, SCORED_ROWS)):
+            index = np.array([row for row, _, _ in part])
             counts = [spans[span].sequence.params.prompt_logprobs or 0 for _, span, _ in part]
-            logits = self._logits(hidden, slots, index)
+            logits = self._logits(hidden, rows.slots, index)
             results = score(self._ops, logits, [token for _, _, token in part], counts)
             for (_, span, _), result in zip(part, results, strict=True):
                 answer = answers[span]
@@ -182,15 +195,19 @@ class ModelRunner:
 
         Attention masks the unwritten rest of a sequence's last block, but a masked NaN is still a NaN.
         """
+        dirty = sorted(self._begun(spans) & self._tainted)
+        if dirty:
+            self._cache.index_fill_(1, to_device(np.array(dirty), self._model.device), 0.0)
+            self._tainted.difference_update(dirty)
+
+    def _begun(self, spans: list[Span]) -> set[int]:
+        """Blocks whose first token is among the spans'."""
         begun: set[int] = set()
         for span in spans:
             first = -(-span.start // self.block_size)
             last = -(-(span.start + span.count) // self.block_size)
             begun.update(span.sequence.block_table[first:last])
-        dirty = sorted(begun & self._tainted)
-        if dirty:
-            self._cache.index_fill_(1, torch.tensor(dirty, device=self._model.device), 0.0)
-            self._tainted.difference_update(dirty)
+        return begun
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -204,12 +221,11 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
 
 
-def _some(rows: torch.Tensor | None, places: list[int], count: int, device: torch.device) -> torch.Tensor | None:
+def _some(rows: Ints | None, places: list[int], count: int) -> Ints | None:
     """Of `count` rows of a pass, None if they are all of it, those at some places; in the same form."""
     if len(places) == count:
         return rows
-    index = torch.tensor(places, device=device)
-    return index if rows is None else rows[index]
+    return np.array(places) if rows is None else rows[places]
 
 
 def _scored(spans: list[Span], order: list[int]) -> Iterator[tuple[int, int, int]]:

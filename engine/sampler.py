@@ -18,12 +18,12 @@ from kernels.ops import Ops
 from shared.errors import InvalidRequestError, RopewayError
 
 #: A temperature that makes the best logit larger than this is greedy; half, since it is rounded to a float32 itself.
-_LARGEST = torch.finfo(torch.float32).max / 2
+LARGEST = torch.finfo(torch.float32).max / 2
 
 
 def _draws(sequence: Sequence, maximum: float) -> bool:
     """Whether a row is drawn: not if it is greedy, nor if its temperature would take its logits out of their range."""
-    return not sequence.params.greedy and abs(maximum) / sequence.params.temperature < _LARGEST
+    return not sequence.params.greedy and abs(maximum) / sequence.params.temperature < LARGEST
 
 
 def takes_argmax(sequence: Sequence) -> bool:

@@ -69,6 +69,8 @@ class Scheduler:
         self._coming: dict[bytes, Sequence] = {}
         # For the next plan: blocks to copy, as (source, destination).
         self._copies: list[tuple[int, int]] = []
+        # Whether no pass is under way, and whether a preemption has had to wait for that.
+        self._settled, self._stuck = True, False
 
     @property
     def running(self) -> int:
@@ -92,22 +94,36 @@ class Scheduler:
         """Queue a sequence whose `max_len` tokens fit into the whole pool."""
         insort(self._waiting, sequence, key=_turn)
 
-    def schedule(self) -> StepPlan:
-        """Choose the tokens of the next pass; preempts and admits. Empty where there is nothing to do."""
+    def schedule(self, *, settled: bool = True) -> StepPlan | None:
+        """Choose the tokens of the next pass; preempts and admits. Empty where there is nothing to do.
+
+        Args:
+            settled: no pass is under way. Else nobody is preempted, since what a pass under way gives belongs to
+                sequences as they are: where one would have to be, the answer is None, and nothing is lost by asking
+                again when the pass has landed.
+        """
+        self._settled, self._stuck = settled, False
         before = self.preemptions
         self._grow()
         # Room that a preemption has just made belongs to those that run.
-        if self.preemptions == before:
+        if self.preemptions == before and not self._stuck:
             self._admit()
-        return self._plan()
+        return None if self._stuck else self._plan()
+
+    def launched(self, plan: StepPlan) -> None:
+        """A pass is under way: the next one may be planned behind it."""
+        for span in plan.spans:
+            span.sequence.computed = span.start + span.count
+            span.sequence.ahead += span.sample
 
     def advance(self, span: Span) -> None:
         """The span is in the cache: count it, and make its full blocks findable."""
         sequence, size = span.sequence, self.pool.block_size
-        first = sequence.computed // size
-        sequence.computed += span.count
+        first = span.start // size
+        sequence.landed = span.start + span.count
+        sequence.computed = max(sequence.computed, sequence.landed)
         sequence.scored += len(span.scored)
-        last = sequence.computed // size
+        last = sequence.landed // size
         if last == first or not self.pool.prefix_caching:
             return
         keys = self._keys(sequence, last)
@@ -159,9 +175,11 @@ class Scheduler:
         _require(running == sorted(running, key=_rank), "running sequences are out of order")
         _require(waiting == sorted(waiting, key=_turn), "waiting sequences are out of order")
         _require(all(not s.block_table and not s.computed for s in waiting), "a waiting sequence holds blocks")
-        _require(all(s.computed < len(s.tokens) for s in running), "a running sequence has nothing to compute")
+        _require(all(s.computed < s.length for s in running), "a running sequence has nothing to compute")
         _require(all(s.computed <= len(s.block_table) * size for s in running), "computed tokens without a block")
-        _require(all(s.scored >= min(s.computed, s.prompt_len - 1) for s in running if s.scores), "a score is missing")
+        _require(all(s.landed <= s.computed for s in running), "more has landed than is computed")
+        _require(all(not s.ahead for s in waiting), "a waiting sequence has tokens under way")
+        _require(all(s.scored >= min(s.landed, s.prompt_len - 1) for s in running if s.scores), "a score is missing")
         _require(all(owner.state is SequenceState.RUNNING for owner in self._coming.values()), "a stale expectation")
         if self.slots is not None:
             self.slots.check(Counter(s.adapter for s in running if s.adapter is not None))
@@ -172,8 +190,10 @@ class Scheduler:
         index = 0
         while index < len(self._running):
             sequence = self._running[index]
-            if len(sequence.tokens) > len(sequence.block_table) * self.pool.block_size:
+            if sequence.length > len(sequence.block_table) * self.pool.block_size and not sequence.ends:
                 while not self.pool.available and sequence.state is SequenceState.RUNNING:
+                    if self._must_settle():
+                        return
                     self._preempt(self._running[-1])
                 if sequence.state is SequenceState.RUNNING:
                     sequence.block_table += self.pool.allocate(1)
@@ -188,6 +208,8 @@ class Scheduler:
             if self._budget(sequence) <= 0:
                 return
             if not self._has_slot(sequence):
+                if self._stuck:
+                    return
                 index += 1
                 continue
             prefix = self._prefix(sequence)
@@ -201,6 +223,8 @@ class Scheduler:
                 self._start(sequence, prefix)
                 for other in self._waiting[:index]:
                     other.bypassed += 1
+            elif self._stuck:
+                return
             else:
                 passed += 1
                 # A preempted one is not passed at all: its client sees a stream that stands still.
@@ -218,6 +242,8 @@ class Scheduler:
         if slots is None or identity is None or slots.available(identity):
             return True
         weaker = outranked(self._running, sequence.priority) if slots.can_claim(identity) else []
+        if weaker and self._must_settle():
+            return False
         for victim in weaker:
             self._preempt(victim)
         urgent = bool(weaker or sequence.preemptions)
@@ -306,9 +332,16 @@ class Scheduler:
             victims.append(victim)
             staying -= 1
             room += sum(1 for b in victim.block_table if self.pool.references(b) == 1 and b not in shared)
+        if victims and self._must_settle():
+            return False
         for victim in victims:
             self._preempt(victim)
         return True
+
+    def _must_settle(self) -> bool:
+        """Whether a preemption has to wait for a pass that is under way."""
+        self._stuck |= not self._settled
+        return self._stuck
 
     def _headroom(self, running: int) -> int:
         """Blocks that an admission leaves free: else the growth of those that run would soon undo it."""
@@ -318,7 +351,7 @@ class Scheduler:
         held = len(prefix.blocks)
         self.pool.take(prefix.blocks)
         sequence.block_table = prefix.blocks + self.pool.allocate(self.blocks_for(len(sequence.tokens)) - held)
-        sequence.computed = prefix.tokens
+        sequence.computed = sequence.landed = prefix.tokens
         if prefix.copied is not None:
             # All copies of a pass read before any of them writes: a copy of a copy is made from the original.
             original = {copy: source for source, copy in self._copies}.get(prefix.copied, prefix.copied)
@@ -351,7 +384,9 @@ class Scheduler:
         insort(self._waiting, sequence, key=_turn)
 
     def _give_back(self, sequence: Sequence) -> None:
-        for key in sequence.block_keys[sequence.computed // self.pool.block_size :]:
+        if self._copies:  # it was admitted for a pass that was not planned
+            self._copies = [pair for pair in self._copies if pair[1] not in sequence.block_table]
+        for key in sequence.block_keys[sequence.landed // self.pool.block_size :]:
             if self._coming.get(key) is sequence:
                 del self._coming[key]
         if self.slots is not None and sequence.adapter is not None:
@@ -359,12 +394,14 @@ class Scheduler:
             sequence.adapter_slot = -1
         self.pool.release(sequence.block_table)
         sequence.block_table = []
-        sequence.computed = 0
+        sequence.computed = sequence.landed = 0
 
     def _plan(self) -> StepPlan:
         spans: list[Span] = []
         prefills: list[Sequence] = []
         for sequence in self._running:
+            if sequence.ends:
+                continue
             if sequence.remaining == 1:
                 spans.append(Span(sequence, sequence.computed, 1, True))
             else:

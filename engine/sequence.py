@@ -28,7 +28,9 @@ class Sequence:
         tokens: prompt, then output.
         prompt_len: tokens that are prompt.
         block_table: block ids in order of position.
-        computed: tokens whose keys and values are in the cache.
+        computed: tokens whose keys and values are in the cache, or will be by passes that are under way.
+        landed: of those, what no pass under way is still to write.
+        ahead: tokens that passes under way will give it.
         max_len: length at which it ends with `length`: prompt plus max_tokens, at most the context.
         eos_token_ids: ids that end it, unless `ignore_eos`.
         arrival: order of arrival within the engine; unique.
@@ -58,6 +60,8 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     block_table: list[int] = field(default_factory=list)
     computed: int = 0
+    landed: int = 0
+    ahead: int = 0
     preemptions: int = 0
     adapter_slot: int = -1
     block_keys: list[bytes] = field(default_factory=list)
@@ -73,9 +77,19 @@ class Sequence:
         return len(self.tokens) - self.prompt_len
 
     @property
+    def length(self) -> int:
+        """Tokens, with those that passes under way will give."""
+        return len(self.tokens) + self.ahead
+
+    @property
     def remaining(self) -> int:
-        """Known tokens that are not computed yet; 1 while decoding."""
-        return len(self.tokens) - self.computed
+        """Tokens that are not computed yet; 1 while decoding."""
+        return len(self.tokens) + self.ahead - self.computed
+
+    @property
+    def ends(self) -> bool:
+        """Whether the tokens under way take it to its greatest length: nothing more is computed for it."""
+        return self.ahead > 0 and self.length >= self.max_len
 
     @property
     def scoring(self) -> bool:

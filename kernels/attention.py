@@ -40,6 +40,10 @@ class AttentionGroup:
     unpad: torch.Tensor | None = None
 
 
+#: Keys that a backend reads at once of a decode whose keys it cuts: a decode of no more needs no second launch.
+DECODE_CUT = 256
+
+
 @dataclass(slots=True)
 class FixedDecode:
     """Sequences with one query token each, described on the device alone: a recorded pass reads it anew each time.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -71,6 +71,9 @@ class LoraStore(ABC):
     @abstractmethod
     def fill(self, slot: int, prepared: Prepared) -> None:
         """Put an adapter into a slot, over what is there."""
+
+    def reserve(self, places: Iterable[Hashable]) -> None:  # noqa: B027 - most stores have nothing to take
+        """Take the memory of layers before an adapter changes them, where there is any to take."""
 
     @property
     @abstractmethod

@@ -10,7 +10,7 @@ import torch
 from engine.adapters.targets import Site, Target, targets
 from engine.adapters.weights import Adapter
 from engine.models.config import ModelConfig
-from kernels.lora import Ints, LoraBatch, LoraPass, LoraShape, LoraStore, Pair, lora_batch
+from kernels.lora import FixedRows, Ints, LoraBatch, LoraPass, LoraShape, LoraStore, Pair, lora_batch
 from kernels.ops import Ops
 
 #: Where a layer is: what it is, and in which decoder layer; None outside of them.
@@ -57,7 +57,16 @@ class DeviceAdapters:
             last = self._last = lora_batch(slots, self._device)
         return last
 
-    def forward(self, batch: LoraBatch) -> LoraPass:
+    @property
+    def version(self) -> int:
+        """Rises when adapters change a layer that none has changed so far."""
+        return self._store.version
+
+    def reserve(self) -> None:
+        """Take the memory of all layers that adapters usually change, before any does: linear ones of the decoder."""
+        self._store.reserve([place for place in _shapes(self._targets.values()) if place[1] is not None])
+
+    def forward(self, batch: LoraBatch | FixedRows) -> LoraPass:
         """What a pass over the batch needs."""
         return LoraPass(self._store.layers, self._store.version, batch)
 

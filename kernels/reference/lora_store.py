@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 
 import numpy as np
 import torch
@@ -47,6 +47,11 @@ class DenseStore(LoraStore):
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def prepare(self, pairs: Pairs) -> Prepared:
+        if self._device.type == "cuda":  # so that nobody waits while a slot is filled
+            pairs = {
+                place: {part: (a.pin_memory(), b.pin_memory()) for part, (a, b) in parts.items()}
+                for place, parts in pairs.items()
+            }
         tensors = [tensor for parts in pairs.values() for pair in parts.values() for tensor in pair]
         rank = max(a.shape[0] for parts in pairs.values() for a, _ in parts.values())
         return Prepared(rank, sum(tensor.numel() * tensor.element_size() for tensor in tensors), pairs)
@@ -62,11 +67,15 @@ class DenseStore(LoraStore):
             for part, (a, b) in parts.items():
                 rank, first = a.shape[0], sum(shape.widths[:part])
                 if shape.kind == "embedding":
-                    layer.a[slot, 0, :, :rank] = a.T
+                    _copy(layer.a[slot, 0, :, :rank], a, transposed=True)
                 else:
-                    layer.a[slot, part, :rank] = a
-                layer.b[slot, :rank, first : first + shape.widths[part]] = b.T
+                    _copy(layer.a[slot, part, :rank], a)
+                _copy(layer.b[slot, :rank, first : first + shape.widths[part]], b, transposed=True)
                 layer.ranks[slot] = max(layer.ranks[slot], rank)
+
+    def reserve(self, places: Iterable[Hashable]) -> None:
+        for place in places:
+            self._layer(place)
 
     def _layer(self, place: Hashable) -> LoraLayer:
         if place not in self.layers:
@@ -83,3 +92,10 @@ class DenseStore(LoraStore):
         a = torch.zeros((self._count, *columns), dtype=self._dtype, device=self._device)
         b = torch.zeros((self._count, self._max_rank, sum(shape.widths)), dtype=self._dtype, device=self._device)
         return LoraLayer(a, b, np.zeros(self._count, dtype=np.int64), np.array(shape.widths, dtype=np.int64))
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, *, transposed: bool = False) -> None:
+    """Into a slot; transposed on the device, since what is transposed on the host is not copied in one piece."""
+    if source.device != target.device:
+        source = source.to(target.device, non_blocking=True)
+    target.copy_(source.T if transposed else source)

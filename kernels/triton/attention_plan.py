@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.attention import AttentionBatch, FixedDecode
+from kernels.attention import DECODE_CUT, AttentionBatch, FixedDecode
 from kernels.transfer import to_device
 from kernels.triton.launch import cdiv, power_of_2
 
@@ -16,7 +16,7 @@ Ints = npt.NDArray[np.int64]
 
 #: Keys that one program of a decode reads. They are cut by the sequence's own length alone, so that its sum has the
 #: same order in every batch.
-SPLIT_KEYS = 256
+SPLIT_KEYS = DECODE_CUT
 #: Most cuts of one sequence; a longer one has longer cuts.
 MOST_SPLITS = 64
 

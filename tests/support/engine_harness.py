@@ -16,7 +16,7 @@ from engine.engine import Engine
 from engine.request import ChoiceDelta, EngineRequest, LogprobEntry, ResumedChoice, StepOutput
 from shared.errors import AdapterError
 from shared.sampling import SamplingParams
-from tests.support.fake_runner import FakeRunner, model_info
+from tests.support.fake_runner import FakeRunner, LaunchingRunner, model_info
 from tests.support.tiny_tokenizer import byte_level
 
 TOKENIZER = byte_level()
@@ -74,11 +74,15 @@ def adapters(names: Iterable[str], capacity: int = 32, executor: Executor | None
 def make_engine(
     runner: FakeRunner | None = None, library: AdapterLibrary[Adapter] | None = None, **settings: Any
 ) -> Engine:
-    """An engine over `runner`, with adapters a to d where no `library` is; `settings` are `SchedulerConfig`'s."""
+    """An engine over `runner`, with adapters a to d where no `library` is; `settings` are `SchedulerConfig`'s.
+
+    A runner that launches passes is asked to.
+    """
     settings.setdefault("max_model_len", 512)
     runner = runner or FakeRunner()
     info = model_info(max_model_len=settings["max_model_len"], vocab_size=runner.vocab_size)
-    return Engine(runner, info, TOKENIZER, SchedulerConfig(**settings), library or adapters("abcd"))
+    launcher = runner if isinstance(runner, LaunchingRunner) else None
+    return Engine(runner, info, TOKENIZER, SchedulerConfig(**settings), library or adapters("abcd"), launcher)
 
 
 def request(name: str = "r", prompt: list[int] | None = None, **fields: Any) -> EngineRequest:

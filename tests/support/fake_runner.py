@@ -215,6 +215,72 @@ class FaultyRunner(FakeRunner):
         return answer
 
 
+class LaunchingRunner(FaultyRunner):
+    """Launches passes, too: they are computed at once, and known later. Faults show in turns now and later.
+
+    Attributes:
+        hosts: requests of which the host is needed before a pass ends.
+        launched, landed, late: passes that were begun, that were asked for, and that failed when they were.
+    """
+
+    def __init__(self, num_blocks: int = 64, block_size: int = 4) -> None:
+        super().__init__(num_blocks, block_size)
+        self.hosts: set[str] = set()
+        self.launched = self.landed = self.late = 0
+        self._given: dict[Sequence, dict[int, int]] = {}
+
+    def launches(self, plan: StepPlan) -> bool:
+        """Not where log probabilities are asked for, or the host is needed."""
+        return not any(
+            span.scored or (span.sample and (s.params.logprobs is not None or s.request_id in self.hosts))
+            for span in plan.spans
+            for s in [span.sequence]
+        )
+
+    def launch(self, plan: StepPlan) -> _Launched:
+        """As `execute`, with the tokens that the pass before gave."""
+        known = [len(span.sequence.tokens) for span in plan.spans]
+        for span, count in zip(plan.spans, known, strict=True):
+            given = self._given.get(span.sequence, {})
+            span.sequence.tokens += [given[p] for p in range(count, span.start + span.count)]
+        try:
+            pending = self._begin(plan)
+        finally:
+            for span, count in zip(plan.spans, known, strict=True):
+                del span.sequence.tokens[count:]
+        self.launched += 1
+        for span, answer in zip(plan.spans, pending.answers, strict=True):
+            if span.sample:
+                token = 0 if answer is None or answer.token_id is None else answer.token_id
+                self._given[span.sequence] = {span.start + span.count: token}
+        return pending
+
+    def _begin(self, plan: StepPlan) -> _Launched:
+        if self.launched % 2:
+            return _Launched(self, self.execute(plan), fails=False)
+        breaks, self.breaks = self.breaks, None
+        answers = FakeRunner.execute(self, plan)
+        guilty = [self.guilty.get(span.sequence.request_id) for span in plan.spans]
+        spoilt = [self._spoilt(span, answer) for span, answer in zip(plan.spans, answers, strict=True)]
+        return _Launched(self, spoilt, fails=breaks is not None or "raise" in guilty)
+
+
+class _Launched:
+    """A pass of a `LaunchingRunner`."""
+
+    def __init__(self, runner: LaunchingRunner, answers: list[Sampled | None], *, fails: bool) -> None:
+        self.answers = answers
+        self._runner, self._fails = runner, fails
+
+    def result(self) -> list[Sampled | None]:
+        """What it gave."""
+        self._runner.landed += 1
+        if self._fails:
+            self._runner.late += 1
+            raise RuntimeError("this pass is told to fail on its way")
+        return self.answers
+
+
 class _Prefix:
     """Hashes of all prefixes of a list of tokens that only ever grows."""
 
@@ -224,9 +290,12 @@ class _Prefix:
         self._states: list[int] = []
 
     def extend(self, tokens: list[int]) -> list[int]:
-        """One hash per token. Those of a longer list begin with those of a shorter one."""
+        """One hash per token, at least. Those of a longer list begin with those of a shorter one.
+
+        The list is shorter only where a pass is computed again that others had been launched behind.
+        """
         done = len(self._tokens)
-        if tokens[:done] != self._tokens:
+        if tokens[:done] != self._tokens[: len(tokens)]:
             raise CorruptCacheError(f"known tokens {self._tokens} became {tokens[:done]}")
         for token in tokens[done:]:
             self._last = hash((self._last, token))

@@ -26,7 +26,7 @@ from tests.support.engine_harness import (
     make_engine,
     request,
 )
-from tests.support.fake_runner import Fault, FaultyRunner, hashed
+from tests.support.fake_runner import Fault, FaultyRunner, LaunchingRunner, hashed
 from tests.support.tiny_tokenizer import EOS
 
 SEEDS_PER_TEST = 1_000
@@ -48,10 +48,10 @@ class Schedule:
         seen: how often each kind of event came up.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, kind: type[FaultyRunner] = FaultyRunner) -> None:
         self._rng = rng = random.Random(seed)
         size = rng.choice((1, 2, 3, 4))
-        self._runner = FaultyRunner(rng.randint(12, 40) // size, size)
+        self._runner = kind(rng.randint(12, 40) // size, size)
         seqs = rng.randint(1, 5)
         self._config = SchedulerConfig(
             max_num_seqs=seqs,
@@ -101,6 +101,9 @@ class Schedule:
         assert not self._live, f"starved: {sorted(self._live)}"
         assert not self.engine.has_work()
         check_empty(self.engine)
+        if isinstance(self._runner, LaunchingRunner):
+            runner = self._runner
+            self.seen += Counter(launched=runner.launched, late=runner.late, dropped=runner.launched - runner.landed)
         stats = self.engine.stats()
         there = {*stats.adapters.resident, *stats.adapters.in_memory}
         assert not there & self._retired - self._pinned, "an adapter that was to leave is still there"
@@ -129,6 +132,8 @@ class Schedule:
             "stop_token_ids": rng.choice((None, None, STOP_IDS)),
             "ignore_eos": rng.random() < 0.3,
         }
+        if isinstance(self._runner, LaunchingRunner) and rng.random() < 0.15:
+            self._runner.hosts.add(str(len(self._transcripts)))
         item = request(str(len(self._transcripts)), [*stem[: rng.randint(0, 18)], rng.randint(0, 2)], **fields)
         if rng.random() < 0.2:
             self._begin_elsewhere(item)
@@ -150,13 +155,13 @@ class Schedule:
             self.seen["resumed"] += 1
 
     def _step(self) -> None:
-        passes, reading = len(self._runner.plans), bool(self._reads.waiting)
+        passes, quiet = len(self._runner.plans), bool(self._reads.waiting) or self.engine._flight is not None
         while self._reads.waiting and self._rng.random() < 0.7:
             self._reads.run(self._rng.randrange(len(self._reads.waiting)))
         outputs = self.engine.step()
         self.engine.check()
         check_pass(self._runner, self._config)
-        assert reading or outputs or len(self._runner.plans) > passes, "a step that did nothing"
+        assert quiet or outputs or len(self._runner.plans) > passes, "a step that did nothing"
         for output in outputs:
             transcript = self._live[output.request_id]
             transcript.take(output)
@@ -238,7 +243,7 @@ def _expected(item: EngineRequest, index: int) -> tuple[list[int], str]:
 @pytest.fixture(autouse=True)
 def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """No traceback of the faults that are made; the tokenizer's tables are made once."""
-    for name in ("engine.engine", "engine.adapters.library"):
+    for name in ("engine.engine", "engine.passes", "engine.adapters.library"):
         monkeypatch.setattr(logging.getLogger(name), "disabled", True)
     monkeypatch.setattr("engine.engine.Detokenizer", cache(Detokenizer))
     monkeypatch.setattr("engine.engine._ADAPTER_WAIT_S", 0.0)
@@ -258,3 +263,19 @@ def test_random_schedules(first: int) -> None:
     # What the schedules are for comes up in every thousand of them.
     assert seen["requests"] > 2 * SEEDS_PER_TEST
     assert not [kind for kind in KINDS if seen[kind] < 50]
+
+
+@pytest.mark.parametrize("first", range(0, 2_000, SEEDS_PER_TEST))
+def test_random_schedules_ahead_of_the_device(first: int) -> None:
+    """The same, where each pass begins before the tokens of the last one are known."""
+    seen: Counter[str] = Counter()
+    for seed in range(first, first + SEEDS_PER_TEST):
+        schedule = Schedule(seed, LaunchingRunner)
+        try:
+            schedule.play()
+        except BaseException as error:
+            error.add_note(f"Schedule({seed}, LaunchingRunner).play() shows it again")
+            raise
+        seen += schedule.seen
+    assert seen["requests"] > 2 * SEEDS_PER_TEST
+    assert not [kind for kind in (*KINDS, "launched", "late", "dropped") if seen[kind] < 50]
