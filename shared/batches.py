@@ -10,12 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import structlog
+
 from shared import keys
-from shared.batch_record import BatchRecord, FileRecord, Progress, Purpose, decode, encode
+from shared.batch_record import BatchRecord, FileRecord, Progress, Purpose, R, decode, encode
 from shared.errors import ForeignDataError, InvalidRequestError, NotFoundError, ServiceUnavailableError
 from shared.jobstore import JobStore
 from shared.readings import parse_number
 from shared.scripts import Call, load
+
+log = structlog.get_logger(__name__)
 
 #: Milliseconds after which a task that shows no sign of life counts as dead.
 RUNNING_MS: Final = 15_000
@@ -77,6 +81,15 @@ def advance_call(
     return Call(("EVALSHA", script.sha, len(names), *names, *arguments), names[0], script)
 
 
+def _read(data: bytes, kind: type[R]) -> R | None:
+    """One record of many: one that somebody else wrote must not hide the others."""
+    try:
+        return decode(data, kind)
+    except ForeignDataError as error:
+        log.error("record passed over", error=error.message)
+        return None
+
+
 def _pairs(counts: Mapping[str, int] | None) -> list[str | int]:
     return [part for pair in (counts or {}).items() if pair[1] for part in pair]
 
@@ -117,8 +130,9 @@ class Batches(JobStore):
     async def remove_file(self, file_id: str) -> None:
         """Forget a file whose content is gone."""
         data = await self._record("file", file_id)
-        if data is not None:
-            await self._ask("ZREM", keys.batches(f"files:{decode(data, FileRecord).tenant}"), file_id)
+        record = None if data is None else _read(data, FileRecord)
+        if record is not None:
+            await self._ask("ZREM", keys.batches(f"files:{record.tenant}"), file_id)
         await self._ask("DEL", keys.batches(f"file:{file_id}"))
         await self._ask("ZREM", keys.batches("files_expire"), file_id)
 
@@ -134,8 +148,8 @@ class Batches(JobStore):
         """A page of a tenant's files, and whether more follow. Raises InvalidRequestError where `after` is none."""
         index, found = keys.batches(f"files:{tenant}"), list[FileRecord]()
         async for data in self._records("file", index, after, ascending):
-            record = decode(data, FileRecord)
-            if purpose is None or record.purpose == purpose:
+            record = _read(data, FileRecord)
+            if record is not None and (purpose is None or record.purpose == purpose):
                 if len(found) == limit:
                     return found, True
                 found.append(record)
@@ -159,9 +173,11 @@ class Batches(JobStore):
         """A page of a tenant's batches, the newest first, and whether more follow. Raises InvalidRequestError."""
         found: list[BatchRecord] = []
         async for data in self._records("batch", keys.batches(f"batches:{tenant}"), after, False):
-            if len(found) == limit:
-                return found, True
-            found.append(decode(data, BatchRecord))
+            record = _read(data, BatchRecord)
+            if record is not None:
+                if len(found) == limit:
+                    return found, True
+                found.append(record)
         return found, False
 
     async def open_batches(self) -> list[str]:
@@ -253,7 +269,7 @@ class Batches(JobStore):
         return bool(await self._run(advance_call(batch_id, token, progress, part, counts)))
 
     async def overview(self) -> BatchesOverview:
-        """All batches together."""
+        """All batches together; records that do not read are left out."""
         ids = await self.open_batches()
         names = [keys.batches(f"batch:{batch_id}") for batch_id in ids]
         records = await self._ask("MGET", *names) if names else []
@@ -263,8 +279,9 @@ class Batches(JobStore):
         def of(prefix: str) -> Counter[str]:
             return Counter({name.removeprefix(prefix): n for name, n in counts.items() if name.startswith(prefix)})
 
+        read = [_read(data, BatchRecord) for data in records if data is not None]
         return BatchesOverview(
-            open=Counter(decode(data, BatchRecord).status for data in records if data is not None),
+            open=Counter(record.status for record in read if record is not None),
             in_flight=sum(counts.get(f"in_flight:{batch_id}", 0) for batch_id in ids),
             ended=of("ended_"),
             lines=of("lines_"),

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from shared.batch_record import BatchRecord, Fault
 from shared.batches import Batches, BatchesOverview
-from shared.errors import NotFoundError
+from shared.errors import ForeignDataError, NotFoundError
 from shared.file_store import FileStore
 from shared.task_queue import TaskQueue
 
@@ -34,7 +34,10 @@ class BatchKeeper:
         """Go on with batches that nobody is at."""
         ids = await self._batches.open_batches()
         for batch_id in ids:
-            await self._look_after(batch_id)
+            try:
+                await self._look_after(batch_id)
+            except ForeignDataError as error:  # it must not keep the others waiting
+                log.error("batch passed over", batch=batch_id, error=error.message)
         self._missed = {name: since for name, since in self._missed.items() if name in ids}
 
     async def overview(self) -> BatchesOverview:

@@ -155,6 +155,36 @@ async def test_files_whose_time_is_over_are_deleted(batches: Batches, tmp_path: 
         assert stream.read() == b"x"
 
 
+async def test_what_does_not_read_hides_and_holds_up_nothing(
+    batches: Batches, tmp_path: Path, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.batch_keeper._ABANDONED_S", 0.0)
+    broken, good = sorted((a_batch(), a_batch()), key=lambda record: record.id)
+    store, queue, now = FileStore(str(tmp_path)), TaskQueue(valkey_url, 60), await batches.clock_ms()
+    files = [
+        FileRecord(id=new_file_id(), tenant="t", filename="x", purpose="batch", bytes=1, created_ms=now, expires_ms=at)
+        for at in (now - 1, now, now + 60_000, now + 60_000)
+    ]
+    for record in (broken, good):
+        await batches.add_batch(record)
+    for file in files:
+        await batches.add_file(file)
+    for name in (f"batch:{broken.id}", f"file:{files[0].id}", f"file:{files[2].id}"):
+        await batches._ask("SET", keys.batches(name), b"\x80junk")
+    overview = await batches.overview()
+    assert overview.open == {"validating": 1}
+    assert [record.id for record in (await batches.batches("t", after=None, limit=5))[0]] == [good.id]
+    keeper = BatchKeeper(batches, store, queue, 60)
+    await keeper.round()
+    await keeper.round()
+    assert await asyncio.to_thread(queue.batch_waits, good.id, 1)
+    await keeper.tidy()
+    queue.close()
+    assert await batches.expired_files() == []
+    page, _ = await batches.files("t", after=None, limit=5, ascending=True, purpose=None)
+    assert [file.id for file in page] == [files[3].id]
+
+
 async def test_a_batch_that_kills_whoever_is_at_it_is_given_up(
     batches: Batches, tmp_path: Path, valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
