@@ -11,6 +11,7 @@ from typing import Any, Final
 import redis
 from redis.exceptions import NoPermissionError
 
+from shared.adapters import Adapters
 from shared.calls import AsyncClient, primaries
 from shared.cluster import Cluster, node_name
 from shared.connect import connect
@@ -19,6 +20,7 @@ from shared.protocol import Card, WorkerInfo
 from shared.redis_errors import TROUBLE
 from shared.redis_url import mask
 from shared.upkeep import Upkeep
+from shared.webhooks import Webhooks, summed
 
 #: The oldest version that the tests run with.
 _OLDEST: Final = (7, 0)
@@ -26,6 +28,8 @@ _OLDEST: Final = (7, 0)
 _MOST_APART_S: Final = 1.0
 #: Share of `maxmemory` from which on writes may soon be refused.
 _NEARLY_FULL: Final = 0.9
+#: Seconds after which a webhook should have been tried, and after which somebody should look why that was in vain.
+_TRIED_S, _LATE_S = 60.0, 3600.0
 #: Milliseconds without a heartbeat after which a worker counts as gone.
 _WORKER_TTL_MS: Final = 15_000
 Info = Mapping[str, Any]
@@ -63,7 +67,7 @@ async def _findings(url: str) -> list[Finding]:
         mend = "start it, or name another one with --redis or ROPEWAY_REDIS_URL; of a cluster, every node has to answer"
         return [*found, Finding("server", str(error) or type(error).__name__, mend)]
     else:
-        return found + await _pools(Upkeep(client))
+        return found + await _pools(Upkeep(client)) + await _webhooks(client)
     finally:
         await client.aclose()
 
@@ -194,6 +198,24 @@ async def _pool(upkeep: Upkeep, card: Card) -> list[Finding]:
         for owner, why in sorted(stale.items())
     ]
     return found
+
+
+async def _webhooks(client: AsyncClient) -> list[Finding]:
+    """What is owed, and whether somebody sends it; nothing where nothing is."""
+    try:
+        webhooks = Webhooks(client)
+        owed, oldest_ms = summed(await webhooks.survey(await webhooks.lanes()))
+        if oldest_ms is None:
+            return []
+        age_s = (await webhooks.now_ms() - oldest_ms) / 1e3
+        mend = None
+        if age_s > _TRIED_S and not await Adapters(client).any_tasks():
+            mend = "start a tasks process (ropeway tasks): nobody sends them"
+        elif age_s > _LATE_S:
+            mend = "ropeway webhooks list says what their receivers answer"
+    except RopewayError as error:
+        return [Finding("webhooks", error.message, "mend what is said above; else look at the user's rights")]
+    return [Finding("webhooks", f"{owed} are not delivered yet, the oldest for {age_s:.0f} s", mend)]
 
 
 def _parts(version: str) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from ropeway import cli, doctor
 from ropeway.doctor_redis import Finding, redis_findings
 from shared import keys
+from shared.adapters import Adapters
 from shared.connect import connect
 from shared.jobs import Lease
 from shared.protocol import Card, TokenizerBundle, WorkerInfo
@@ -161,6 +162,23 @@ async def test_jobs_that_nobody_takes(url: str) -> None:
         await upkeep.submit(envelope())
         await upkeep.pause(POOL)
         assert "unpause" in ill(await look(url))[f"pool {POOL}"]
+
+
+async def test_webhooks_that_nobody_sends(url: str) -> None:
+    async with pool(url) as upkeep:
+        assert "webhooks" not in await look(url)
+        job = envelope(callback_url="https://hooks.test/")
+        await upkeep.submit(job)
+        await upkeep.cancel(job.id)
+        found = await look(url)
+        assert found["webhooks"].value.startswith("1 are not delivered yet") and found["webhooks"].mend is None
+        await upkeep._ask("DEL", keys.outbox(POOL, 0))
+        for age_s, tasks, what in ((120, False, "start a tasks process"), (7200, True, "ropeway webhooks list")):
+            since = await upkeep.now_ms() - age_s * 1000
+            await upkeep._ask("ZADD", keys.webhooks(POOL, 0, "owed"), since, job.id)
+            if tasks:
+                await Adapters(upkeep._redis).tasks_alive(60.0)
+            assert what in ill(await look(url))["webhooks"]
 
 
 async def test_a_card_of_another_version(url: str) -> None:

@@ -184,6 +184,7 @@ async def test_sent_once_more_after_it_was_delivered(store: JobStore, webhooks: 
     [entry] = await webhooks.entries(POOL, 0, 10)
     assert entry.again and entry.job_id == job_id
     assert await webhooks.take(entry, FIELDS, 7, PATIENCE)
+    assert not await webhooks.take(entry, FIELDS, 7, PATIENCE), "one order sends it once"
     assert [again.attempt for again in await claim(webhooks)] == [1]
 
 
