@@ -20,7 +20,7 @@ import structlog
 
 from shared.errors import ProtocolError, RopewayError, ServiceUnavailableError
 from shared.settings import TasksSettings
-from shared.webhook_calls import Claimed, OutboxEntry, Patience, TryOutcome
+from shared.webhook_calls import Claimed, LaneSurvey, OutboxEntry, Patience, TryOutcome
 from shared.webhook_secrets import WebhookSecrets
 from shared.webhooks import Lane, Webhooks
 from tasks.webhook_message import Message, Messages, headers
@@ -100,23 +100,29 @@ class WebhookRun:
             RopewayError: Redis is away; what was begun comes due again.
         """
         until = time.monotonic() + SLICE_S
-        lanes, known = await self._webhooks.lanes(every=True), await self._webhooks.lanes()
+        lanes = await self._webhooks.lanes()
+        looked_everywhere = False
         try:
             while time.monotonic() < until and not self._stopping():
-                busy = [s for s in await self._webhooks.survey(lanes) if s.outbox or s.due]
+                busy = await self._busy(lanes)
                 if not busy and not self._flying:
-                    break
+                    if looked_everywhere:
+                        break
+                    looked_everywhere = True
+                    busy = await self._busy(await self._webhooks.lanes(every=True))
                 for survey in busy:
                     if survey.outbox:
                         await self._take_over((survey.pool, survey.lane))
                 claimed = await self._claim([(survey.pool, survey.lane) for survey in busy])
                 if self._flying:
                     await asyncio.wait(self._flying, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-                elif not claimed:
+                elif busy and not claimed:
                     await asyncio.sleep(_LOOK_S)
-                lanes = known
         finally:
             await asyncio.gather(*self._flying, return_exceptions=True)
+
+    async def _busy(self, lanes: Sequence[Lane]) -> list[LaneSurvey]:
+        return [survey for survey in await self._webhooks.survey(lanes) if survey.outbox or survey.due]
 
     async def _take_over(self, lane: Lane) -> None:
         try:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from functools import cache
 from typing import Any, Final, Literal
 
 import httpcore
@@ -49,7 +50,7 @@ class Sender:
 
     def __init__(self, guard: AddressGuard, timeout_s: float, trust: ssl.SSLContext | None = None) -> None:
         self._guard, self._timeout_s = guard, timeout_s
-        self._trust = httpx.create_ssl_context() if trust is None else trust
+        self._trust = _authorities() if trust is None else trust
 
     async def send(self, url: str, headers: Headers, body: bytes) -> Sent:
         """Try once. Never raises for what the other side does."""
@@ -91,6 +92,12 @@ class Sender:
             finally:
                 await response.aclose()
         return _answered(response.status, response.headers)
+
+
+@cache
+def _authorities() -> ssl.SSLContext:
+    """Read once: that takes its time."""
+    return httpx.create_ssl_context()
 
 
 class _Pinned(httpcore.AsyncNetworkBackend):
