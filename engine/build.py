@@ -20,6 +20,9 @@ from engine.adapters.weights import Adapter, load_adapter
 from engine.cache_folder import default_cache_dir
 from engine.config import EngineConfig, SchedulerConfig
 from engine.cpus import bounded_threads
+from engine.device.memory import device_memory
+from engine.device.runner import DeviceRunner
+from engine.device.start import measured_blocks, record_decodes, schedules_ahead, wants_device_runner
 from engine.device_kernels import device_ops
 from engine.engine import Engine
 from engine.loading.checkpoint import Checkpoint
@@ -39,7 +42,6 @@ from kernels.ops import Ops, is_native, ops_for
 logger = logging.getLogger(__name__)
 
 _CPU_CACHE_BYTES = 1024 * 1024 * 1024
-_GPU_CACHE_SHARE = 0.85
 _MIB = 1024 * 1024
 #: Prompt tokens of a sequence that a pass may compute beside decodes where no threshold is set. On two cores of a CPU
 #: 64 take as long as two decodes of 16 sequences in float32: the longest gap is then a little over three of those.
@@ -68,14 +70,14 @@ def build_engine(config: EngineConfig, source: AdapterSource | None = None) -> E
         return serving(model_config, checkpoint.tensors, ops, device, dtype, max_model_len)
 
     model = _model(checkpoint, construct, native.layout() if is_native(ops) else ROWS, mapped=config.map_weights)
-    num_blocks = _count_blocks(config, model, max_model_len)
     slots = library = None
     if config.enable_lora:
         slots = DeviceAdapters(model_config, ops, config.max_loras, config.max_lora_rank, dtype, device)
         library = _library(config, model, slots, source)
     if config.screen_head:
         model.screen_head()
-    runner = _runner(model, checkpoint, ops, num_blocks, config.block_size, slots)
+    runner = _runner(config, model, checkpoint, ops, max_model_len, slots)
+    num_blocks = runner.num_blocks
     scheduler = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
@@ -88,7 +90,8 @@ def build_engine(config: EngineConfig, source: AdapterSource | None = None) -> E
     logger.info(
         "model %s: %s on %s, %d KV blocks of %d tokens", info.name, info.dtype, device, num_blocks, config.block_size
     )
-    return Engine(runner, info, checkpoint.bundle.tokenizer, scheduler, library)
+    launcher = runner if isinstance(runner, DeviceRunner) and schedules_ahead(config, device) else None
+    return Engine(runner, info, checkpoint.bundle.tokenizer, scheduler, library, launcher)
 
 
 def _model(checkpoint: Checkpoint, construct: Callable[[], CausalLM], layout: str, *, mapped: bool) -> CausalLM:
@@ -199,18 +202,16 @@ def _warn_unused(checkpoint: Checkpoint) -> None:
         logger.warning("%s: %d tensors are not used, such as %s", checkpoint.name, len(unused), unused[0])
 
 
-def _count_blocks(config: EngineConfig, model: CausalLM, max_model_len: int) -> int:
-    if config.num_blocks is not None:
-        return config.num_blocks
+def _count_blocks(
+    config: EngineConfig, model: CausalLM, max_model_len: int, measure: Callable[[int], int | None]
+) -> int:
+    """KV blocks; `measure` says how many of so many bytes a device has room for, None where that is not known."""
+    asked = config.num_blocks or config.num_gpu_blocks_override
+    if asked is not None:
+        return asked
     shape = model.config
     per_token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * model.dtype.itemsize
     block = per_token * config.block_size
-    if config.kv_cache_memory_mb is not None:
-        memory = config.kv_cache_memory_mb * _MIB
-    elif model.device.type == "cuda":
-        memory = int(torch.cuda.mem_get_info(model.device)[0] * _GPU_CACHE_SHARE)
-    else:
-        memory = _CPU_CACHE_BYTES
     most = config.max_num_seqs * -(-max_model_len // config.block_size)
     blocks = min(memory // block, most)
     if blocks < 1:
@@ -220,18 +221,35 @@ def _count_blocks(config: EngineConfig, model: CausalLM, max_model_len: int) -> 
 
 def _runner(
     model: CausalLM,
+    if config.kv_cache_memory_mb is None and (measured := measure(block)) is not None:
+        return min(measured, most)
+    memory = _CPU_CACHE_BYTES if config.kv_cache_memory_mb is None else config.kv_cache_memory_mb * _MIB
     checkpoint: Checkpoint,
     ops: Ops,
-    num_blocks: int,
-    block_size: int,
+    max_model_len: int,
     adapters: DeviceAdapters | None,
 ) -> ModelRunner:
-    tokenizer = checkpoint.bundle.tokenizer
+    tokenizer, size = checkpoint.bundle.tokenizer, config.block_size
+    config: EngineConfig,
 
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
-    return ModelRunner(model, Sampler(ops, encode), ops, num_blocks, block_size, adapters)
+    sampler, memory = Sampler(ops, encode), device_memory(model.device)
+
+    def measure(block: int) -> int | None:
+        if memory is None:
+            return None
+        return measured_blocks(config, model, sampler, ops, adapters, max_model_len, memory, block)
+
+    if not wants_device_runner(config, ops, model.device):
+        return ModelRunner(model, sampler, ops, _count_blocks(config, model, max_model_len, measure), size, adapters)
+    if adapters is not None:
+        adapters.reserve()  # before what is left is measured, and passes are recorded
+    num_blocks = _count_blocks(config, model, max_model_len, measure)
+    runner = DeviceRunner(model, sampler, ops, num_blocks, size, adapters)
+    record_decodes(runner, config, ops, model, max_model_len)
+    return runner
 
 
 def _info(

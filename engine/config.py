@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -81,8 +82,11 @@ class EngineConfig:
         long_prefill_token_threshold: see `SchedulerConfig`; None: 32 on a CPU, 512 on a GPU.
         block_size: tokens per KV block.
         num_blocks: blocks of the KV cache; wins over `kv_cache_memory_mb`.
-        kv_cache_memory_mb: memory of the KV cache in MiB; None: 1024 on a CPU, 85 % of what is free on a GPU. Never
-            more than `max_num_seqs` sequences of `max_model_len` tokens could fill.
+        num_gpu_blocks_override: vLLM's name of `num_blocks`.
+        kv_cache_memory_mb: memory of the KV cache in MiB; None: 1024 on a CPU, on a GPU what `gpu_memory_utilization`
+            leaves. Never more than `max_num_seqs` sequences of `max_model_len` tokens could fill.
+        gpu_memory_utilization: share of a GPU's memory that may be used, by other processes too: what weights and the
+            largest pass, which is run once, leave of it is the KV cache's.
         enable_prefix_caching: reuse the blocks of equal prefixes.
         deterministic: results do not depend, bit for bit, on batch, chunking, prefix hits and preemption.
         enable_lora: serve adapters.
@@ -97,6 +101,10 @@ class EngineConfig:
             takes a byte for each weight of the matrix.
         threads: of torch and of the native kernels; None leaves torch's setting.
         cpu_pinning: CPUs of the native kernels' threads: `none`: wherever the system puts them; `auto`: one each, on
+        enforce_eager: record no decodes.
+        cudagraph_capture_sizes: batch sizes for which decodes are recorded; larger batches are not. None: 1, 2, 4, then
+            steps of 8 up to 256 and of 16 up to `max_num_seqs`.
+        async_scheduling: plan and begin a step before the tokens of the last one are known; None: on a GPU.
             different cores first; or a list such as `0-3,8`. The thread that runs the engine is not pinned.
         map_weights: weights that were packed before are pages of their file in the cache, which all processes share, in
             place of a copy in large pages, which is faster to compute with.
@@ -120,7 +128,9 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     deterministic: bool = False
     enable_lora: bool = False
+    num_gpu_blocks_override: int | None = None
     max_loras: int = 1
+    gpu_memory_utilization: float = 0.9
     max_lora_rank: int = 16
     max_cpu_loras: int | None = None
     kernels: Kernels = "auto"
@@ -129,6 +139,9 @@ class EngineConfig:
     threads: int | None = None
     cpu_pinning: str = "none"
     map_weights: bool = False
+    enforce_eager: bool = False
+    cudagraph_capture_sizes: Sequence[int] | None = None
+    async_scheduling: bool | None = None
     cache_dir: Path | None = None
 
     def __post_init__(self) -> None:
@@ -151,7 +164,15 @@ class EngineConfig:
         for name in ("max_loras", "max_lora_rank", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("max_model_len", "num_blocks", "kv_cache_memory_mb", "threads"):
+        if self.num_blocks is not None and self.num_gpu_blocks_override is not None:
+            raise ValueError("num_gpu_blocks_override is another name of num_blocks: give one of them")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {self.gpu_memory_utilization}")
+        if any(size < 1 for size in self.cudagraph_capture_sizes or ()):
+            raise ValueError(
+                f"cudagraph_capture_sizes must be at least 1, not {min(self.cudagraph_capture_sizes or ())}"
+            )
+        for name in ("max_model_len", "num_blocks", "num_gpu_blocks_override", "kv_cache_memory_mb", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")

@@ -214,8 +214,16 @@ class WorkerSettings(CommonSettings):
         description="most prompt tokens of one job in a step that also decodes; unset: 32 on a CPU, 512 on a GPU",
     )
     block_size: int = Field(16, ge=1, description="tokens per KV block")
-    kv_cache_memory_mb: int | None = Field(None, ge=1, description="memory of the KV cache; unset: 1024 on CPU")
+    kv_cache_memory_mb: int | None = Field(
+        None,
+        ge=1,
+        description="memory of the KV cache; unset: 1024 on a CPU, what gpu_memory_utilization leaves on a GPU",
+    )
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="share of a GPU's memory for weights, the largest step and KV cache together"
+    )
     num_blocks: int | None = Field(None, ge=1, description="blocks of the KV cache; wins over kv_cache_memory_mb")
+    num_gpu_blocks_override: int | None = Field(None, ge=1, description="vLLM's name of num_blocks")
     enable_prefix_caching: bool = Field(True, description="find full blocks again by hash")
     deterministic: bool = Field(False, description="results do not depend on the batch, bit for bit")
     enable_lora: bool = Field(False, description="serve LoRA adapters; all workers of a pool alike")
@@ -236,6 +244,13 @@ class WorkerSettings(CommonSettings):
     )
     cpu_kernels: Literal["auto", "native", "torch"] = Field(
         "auto", description="on a CPU; native: C++ kernels, built on first use; auto: where they can be used"
+    )
+    enforce_eager: bool = Field(False, description="on a GPU: record no decodes (CUDA graphs)")
+    cudagraph_capture_sizes: list[Annotated[int, Field(ge=1)]] | None = Field(
+        None, description="batch sizes of recorded decodes, as a JSON list; unset: 1, 2, 4, then steps of 8, then of 16"
+    )
+    async_scheduling: bool | None = Field(
+        None, description="begin a step before the last one's tokens are known; unset: on a GPU"
     )
     screen_head: bool = Field(
         True, description="native kernels find greedy tokens by an 8-bit copy of the output matrix; the same tokens"
