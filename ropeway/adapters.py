@@ -9,10 +9,11 @@ from typing import Annotated, Any, TypeVar
 
 import httpx
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from ropeway.client import Adapter, APIError, Client
-from ropeway.console import err, fail, out
+from ropeway.console import err, fail, fits, indented, out
 
 T = TypeVar("T")
 
@@ -25,8 +26,8 @@ ApiKey = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
 Name = Annotated[str, typer.Argument(help="Name of the adapter.")]
 _URL = "http://127.0.0.1:8000"
-#: Least width of all columns but the first.
-_OTHER_COLUMNS = 70
+#: Least width of the column of errors.
+_ERROR_COLUMNS = 24
 
 
 @adapters.command("list")
@@ -98,12 +99,25 @@ def unload_adapter(name: Name, url: Url = _URL, api_key: ApiKey = None) -> None:
 
 
 def _show(found: Sequence[Adapter]) -> None:
-    table = Table("adapter", "base model", "state", "version", "rank", "MB", "in flight", "error")
-    table.columns[0].no_wrap = True
+    errors = any(adapter.error for adapter in found)
+    if fits(_table(found, errors=False), _ERROR_COLUMNS if errors else 0):
+        out.print(_table(found, errors))
+        return
+    for adapter in found:  # a name that is folded cannot be copied
+        out.print(f"{adapter.name}: {adapter.state}", style="bold", markup=False, soft_wrap=True)
+        out.print(indented(_in_words(adapter)), markup=False, soft_wrap=True)
+
+
+def _table(found: Sequence[Adapter], errors: bool) -> Table:
+    table = Table("adapter", "base model", "state", "version", "rank", "MB", "in flight")
+    for column in table.columns:
+        column.no_wrap = True
+    if errors:
+        table.add_column("error", overflow="fold")
     for adapter in found:
         data = adapter.data
         size = data.get("bytes")
-        table.add_row(
+        cells = [
             adapter.name + (" (pinned)" if data.get("pinned") else ""),
             adapter.base_model,
             adapter.state,
@@ -111,10 +125,17 @@ def _show(found: Sequence[Adapter]) -> None:
             str(data.get("rank") or ""),
             "" if size is None else f"{size / 1e6:.1f}",
             str(data["in_flight"]),
-            adapter.error or "",
-        )
-    out.width = max(out.width, max(len(adapter.name) for adapter in found) + _OTHER_COLUMNS)
-    out.print(table)
+        ]
+        table.add_row(*map(escape, [*cells, adapter.error or ""] if errors else cells))
+    return table
+
+
+def _in_words(adapter: Adapter) -> str:
+    data = adapter.data
+    parts = ["pinned" if data.get("pinned") else "", f"on {adapter.base_model}", f"version {data['version']}"]
+    parts += [f"rank {data['rank']}" if data.get("rank") else ""]
+    parts += ["" if data.get("bytes") is None else f"{data['bytes'] / 1e6:.1f} MB", f"{data['in_flight']} in flight"]
+    return ", ".join(filter(None, parts)) + (f"; {adapter.error}" if adapter.error else "")
 
 
 def _of_the_hub(source: str) -> str:

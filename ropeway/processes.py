@@ -117,7 +117,7 @@ def config_command(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Show every setting: value, default, environment variable, meaning."""
-    from ropeway.settings_table import entries, tables
+    from ropeway.settings_table import entries, show
 
     classes: dict[str, type[CommonSettings]] = {
         "gateway": GatewaySettings,
@@ -129,8 +129,7 @@ def config_command(
         plain = {name: [dataclasses.asdict(entry) for entry in rows] for name, rows in found.items()}
         out.out(json.dumps(plain, indent=2), highlight=False)
         return
-    for table in tables(found):
-        out.print(table)
+    show(found)
 
 
 def _needs(module: str, extra: str) -> None:

@@ -10,9 +10,13 @@ from pydantic import SecretStr
 from rich.markup import escape
 from rich.table import Table
 
+from ropeway.console import indented, out
 from ropeway.options import build, env_name
 from shared.redis_url import mask
 from shared.settings import CommonSettings
+
+#: Columns of a terminal from which on a table has room for prose.
+_TABLE_COLUMNS = 120
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +45,19 @@ def entries(cls: type[CommonSettings]) -> list[Entry]:
     ]
 
 
-def tables(processes: Mapping[str, Sequence[Entry]]) -> list[Table]:
-    """One table per process; values that differ from the default are set off, and only there the default is shown."""
+def show(processes: Mapping[str, Sequence[Entry]]) -> None:
+    """Print a table per process, or lines on a narrow terminal. Values that differ from the default are set off, and
+    only there the default is shown.
+    """
+    if out.width < _TABLE_COLUMNS:
+        for process, rows in processes.items():
+            _show_lines(process, rows)
+    else:
+        for table in _tables(processes):
+            out.print(table)
+
+
+def _tables(processes: Mapping[str, Sequence[Entry]]) -> list[Table]:
     made = []
     for process, rows in processes.items():
         table = Table(title=f"ropeway {process}", title_justify="left")
@@ -56,6 +71,17 @@ def tables(processes: Mapping[str, Sequence[Entry]]) -> list[Table]:
             table.add_row(*(escape(cell) for cell in cells), style=style)
         made.append(table)
     return made
+
+
+def _show_lines(process: str, rows: Sequence[Entry]) -> None:
+    """A line for each setting, its meaning below."""
+    out.print(f"ropeway {process}", style="italic")
+    for row in rows:
+        changed = row.value != row.default
+        shown = f"{row.env}={_text(row.value)}" + (f"  (default: {_text(row.default) or 'unset'})" if changed else "")
+        out.print(shown, style="bold yellow" if changed else "bold", markup=False, soft_wrap=True)
+        out.print(indented(row.description), markup=False, soft_wrap=True)
+    out.print()
 
 
 def _shown(name: str, value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import subprocess
@@ -11,13 +10,12 @@ import types
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from typer.testing import CliRunner, Result
 
 import ropeway
 from ropeway import cli, options, processes
-from ropeway.client import APIError, Client
+from ropeway.client import APIError
 from ropeway.options import env_name, is_secret
 from shared.settings import CommonSettings, GatewaySettings, WorkerSettings
 
@@ -374,49 +372,3 @@ def test_a_field_at_fault_is_named_once(message: str, param: str | None, said: s
     from ropeway import submit
 
     assert submit._named(APIError(message, param=param, status=400)) == said
-
-
-def test_options_of_a_job_stand_beside_its_body(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[Any] = []
-
-    def handler(request: httpx.Request) -> httpx.Response:
-        sent.append(json.loads(request.content))
-        return httpx.Response(202, json={"id": "j", "status": "queued"})
-
-    made = functools.partial(Client, transport=httpx.MockTransport(handler))
-    monkeypatch.setattr("ropeway.submit.Client", made)
-    given = ["--class", "batch", "--delay", "5", "--deadline", "60", "--max-tokens", "3", "--field", "n=2"]
-    given += ["--callback-url", "https://hooks.test/"]
-    assert run("submit", "hi", "--model", "m", "--no-wait", *given).output == "j\n"
-    run("submit", "hi", "--model", "m", "--no-wait", "--raw", "--field", 'class="high"', "--field", "delay_s=0")
-    chat = {"messages": [{"role": "user", "content": "hi"}], "model": "m", "max_tokens": 3, "n": 2}
-    hook = "https://hooks.test/"
-    assert sent == [
-        {"kind": "chat", "class": "batch", "delay_s": 5, "deadline_s": 60, "callback_url": hook, "body": chat},
-        {"kind": "completion", "class": "high", "delay_s": 0, "body": {"prompt": "hi", "model": "m"}},
-    ]
-
-
-@pytest.mark.parametrize(
-    ("source", "code", "words"),
-    [
-        ("adapters/sqll", 1, ["there is a folder adapters here, but none adapters/sqll", "hf:adapters/sqll"]),
-        ("./sqll", 1, ["./sqll is no folder here"]),
-        ("sqll", 1, ["sqll is no folder here"]),
-        ("org/sqll", 1, ["org/sqll is no folder here, and not to be had from the hub: lora_path: no such repository"]),
-        ("hf:org/sqll", 1, ["ropeway: lora_path: no such repository"]),
-    ],
-)
-def test_a_mistyped_folder_is_said_to_be_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str, code: int, words: list[str]
-) -> None:
-    def refuse(_: httpx.Request) -> httpx.Response:
-        error = {"message": "lora_path: no such repository", "code": "invalid_adapter", "param": None}
-        return httpx.Response(400, json={"error": error})
-
-    (tmp_path / "adapters").mkdir()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ropeway.adapters.Client", functools.partial(Client, transport=httpx.MockTransport(refuse)))
-    done = run("adapters", "load", "x", source)
-    assert done.exit_code == code
-    assert all(word in done.stderr.splitlines()[-1] for word in words), done.stderr
