@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,7 +29,7 @@ from shared.connect import connect
 from shared.jobstore import JobStore
 from tests.support.adapter_tasks import TasksProcess
 from tests.support.redis_server import binary
-from tests.support.stack import Stack
+from tests.support.stack import ROOT, Stack
 
 KEYS = ["key-of-one-tenant", "key-of-another-one"]
 MODEL = "parrot"
@@ -244,6 +247,47 @@ def test_metrics_of_batches(client: openai.OpenAI, tasks: Callable[..., TasksPro
     assert sample(process, "ropeway_batch_lines_total", outcome="completed") == before + 100
     assert sample(process, "ropeway_batches", state="in_progress") == 0
     assert sample(process, "ropeway_batch_lines_in_flight") == 0
+
+
+def test_the_example_runs(system: System, tasks: Callable[..., TasksProcess]) -> None:
+    tasks()
+    command = [sys.executable, str(ROOT / "examples" / "batch_file.py"), "--url", system.stack.url]
+    command += ["--api-key", KEYS[0]]
+    done = subprocess.run([*command, "--lines", "7"], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    answers = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    assert set(answers) == {f"question-{number}" for number in range(1, 8)}
+    assert answers["question-3"].startswith("A ropeway has 3 cabins")
+    [batch] = re.findall(r"batch_[0-9a-f]+", done.stderr.splitlines()[0])
+    again = subprocess.run([*command, "--batch", batch], capture_output=True, text=True, timeout=240, check=False)
+    assert again.returncode == 0 and again.stdout == done.stdout
+
+
+def test_no_prompt_answer_or_key_in_logs_of_batches(
+    system: System, client: openai.OpenAI, tasks: Callable[..., TasksProcess]
+) -> None:
+    process = tasks(log_level="debug")
+    word = "sesame"
+    lines = [
+        chat(f"{word}-good", f"{word} good"),
+        chat(f"{word}-bad", f"{word} bad", temperature=word),
+        chat(f"{word}-bias", f"{word} bias", logit_bias={word: 1}),
+        chat(f"{word}-model", f"{word} model", model=word),
+        chat(f"{word}-long", word * 2000),
+    ]
+    file = client.files.create(file=(f"{word}.jsonl", jsonl(lines)), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={word: word}
+    )
+    batch = until(client, batch)
+    assert batch.request_counts is not None and batch.request_counts.failed == 4
+    broken = client.files.create(file=(f"{word}.jsonl", f'{{"custom_id": "{word}", {word}\n'.encode()), purpose="batch")
+    batch = client.batches.create(input_file_id=broken.id, endpoint="/v1/chat/completions", completion_window="24h")
+    batch = until(client, batch)
+    assert batch.status == "failed" and batch.errors is not None
+    assert word not in "".join(fault.message or "" for fault in batch.errors.data or [])
+    written = process.log.read_text() + "".join(each.text() for each in system.stack.processes)
+    assert word not in written and KEYS[0] not in written
 
 
 def sample(process: TasksProcess, name: str, **labels: str) -> float:
