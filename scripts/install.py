@@ -152,7 +152,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("run it with the Python of a virtual environment")
     try:
         install_torch(os.environ.get("ROPEWAY_TORCH", "auto"))
-        pip_install("--quiet", "--constraint", str(CONSTRAINTS), "--editable", f"{ROOT}[{options.extras}]")
+        # By a path, not by a finder: that is asked last, and in the folder that holds a clone named `ropeway`, Python
+        # takes the clone itself for the package.
+        editable = ["--config-settings", "editable_mode=compat", "--editable", f"{ROOT}[{options.extras}]"]
+        pip_install("--quiet", "--constraint", str(CONSTRAINTS), *editable)
         for name in WITHOUT_DEPENDENCIES:
             pip_install("--quiet", "--no-deps", pin(name))
     except InstallError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -112,6 +113,22 @@ def test_the_cpu_index_is_the_only_one_of_its_call(install: ModuleType, monkeypa
 
 def test_no_index_is_named_where_pip_takes_a_cpu_build(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--index-url" not in call_install_torch(install, monkeypatch, install.Candidate(*CPU_BY_TAG))
+
+
+def test_the_project_is_found_in_the_folder_that_holds_a_clone_of_its_name(tmp_path: Path) -> None:
+    (tmp_path / "ropeway").symlink_to(ROOT)
+    code = "import ropeway; from ropeway import SamplingParams; print(ropeway.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stderr}\n(`make venv` brings an older environment up to date)"
+    assert Path(done.stdout.strip()).parts[-2:] == ("ropeway", "__init__.py")
+
+
+def test_the_project_is_installed_by_its_path(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, ...]] = []
+    monkeypatch.setattr(install, "install_torch", lambda _: None)
+    monkeypatch.setattr(install, "pip_install", lambda *arguments: calls.append(arguments))
+    assert install.main(["--extras", "gateway,worker"]) == 0
+    assert "editable_mode=compat" in calls[0] and calls[0][-1] == f"{ROOT}[gateway,worker]"
 
 
 def test_what_is_installed_stays(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
