@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import structlog
 
 from gateway.prompts import PromptEncoder
-from shared.errors import ModelNotFoundError, ProtocolError, RopewayError, ServiceUnavailableError
+from shared.errors import ModelNotFoundError, ProtocolError, RopewayError, ServiceUnavailableError, VersionError
 from shared.jobstore import JobStore
 from shared.protocol import Card, TokenizerBundle, WorkerInfo
 
@@ -60,6 +60,7 @@ class Catalogue:
         self._lock = asyncio.Lock()
         self._refreshed = -math.inf
         self._broken: dict[str, tuple[str, int]] = {}
+        self._foreign: dict[str, str] = {}
 
     @property
     def pools(self) -> Sequence[Pool]:
@@ -76,12 +77,16 @@ class Catalogue:
         Raises:
             ModelNotFoundError: no pool has this name.
             ServiceUnavailableError: Redis is away, so it cannot be known; or the pool is meant to be here, and no
-                worker has said yet what it serves.
+                worker has said yet what it serves; or it is of another wire version.
         """
         pool = self._pools.get(model)
         if pool is None:
             await self.refresh_after_miss()
             pool = self._pools.get(model)
+        if pool is None and model in self._foreign:
+            raise ServiceUnavailableError(
+                f"this gateway cannot serve the model: {self._foreign[model]}", retry_after=FIRST_WORKER_S
+            )
         if pool is None and model in self._expected:
             raise ServiceUnavailableError("the first worker of this model is being started", retry_after=FIRST_WORKER_S)
         if pool is None:
@@ -105,15 +110,19 @@ class Catalogue:
         """
         async with self._lock:
             pools: dict[str, Pool] = {}
+            foreign: dict[str, str] = {}
             for name in await self._store.pools():
                 try:
                     pool = await self._read(name)
                 except ProtocolError as error:  # one pool of another wire version must not hide the others
-                    log.error("catalogue.pool_unreadable", pool=name, error=error.message)
+                    if self._foreign.get(name) != error.message:
+                        log.error("catalogue.pool_unreadable", pool=name, error=error.message)
+                    if isinstance(error, VersionError):
+                        foreign[name] = error.message
                     continue
                 if pool is not None:
                     pools[name] = pool
-            self._pools = pools
+            self._pools, self._foreign = pools, foreign
             self._refreshed = time.monotonic()
 
     async def run(self) -> None:

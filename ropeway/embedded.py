@@ -119,8 +119,8 @@ class EmbeddedRedis:
     async def restart(self) -> None:
         """Start the server again once it has ended, and wait until it answers.
 
-        Call it in the main thread. What was answered before a kill is there: it had been written to the file, though
-        not to the disk.
+        Call it in the main thread. What was answered before a kill is there, but where the disk was a second behind:
+        see docs/durability.md.
 
         Raises:
             EmbeddedRedisError: it does not come up again.

@@ -285,10 +285,7 @@ class JobStore:
             call = scripts.join(card.pool, agreement, data, tokenizer, held.decode())
             held, found, live = await self._run(call)
         if held.decode() != agreement:
-            raise ConflictError(
-                f"pool {card.pool} has another card: wire version, model digest, lanes, context, vocabulary and "
-                f"largest adapter rank are {held.decode()} there and {agreement} here"
-            )
+            raise ConflictError(_disagreement(card.pool, held.decode(), agreement))
         await self._ask("SADD", keys.pools(), card.pool)
         try:
             return decode(found, Card)
@@ -409,6 +406,20 @@ class SyncJobStore:
 
     def _run_all(self, calls: Sequence[Call]) -> list[Any]:
         return _checked(run_sync(self._redis, calls))
+
+
+def _disagreement(pool: str, there: str, here: str) -> str:
+    """What keeps a worker out of a pool. An agreement begins with the wire version."""
+    versions = there.partition(":")[0], here.partition(":")[0]
+    if versions[0] != versions[1]:
+        return (
+            f"pool {pool} speaks wire version {versions[0]}, this process speaks {versions[1]}: workers of both cannot "
+            "serve one pool; let its jobs end and its workers go first, or take another pool"
+        )
+    return (
+        f"pool {pool} has another card: wire version, model digest, lanes, context, vocabulary and "
+        f"largest adapter rank are {there} there and {here} here"
+    )
 
 
 def _plain(command: str, key: str, *arguments: Any) -> Call:

@@ -24,13 +24,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Process:
-    """A child with its log in a file."""
+    """A child with its log in a file. It runs the code of a folder."""
 
-    def __init__(self, name: str, args: list[str], env: dict[str, str]) -> None:
+    def __init__(self, name: str, args: list[str], env: dict[str, str], code: Path = ROOT) -> None:
         self.name = name
         self.log = Path(tempfile.mkdtemp(prefix=f"rw-{name}-")) / "log"
         with self.log.open("wb") as out:
-            self.popen = subprocess.Popen(args, cwd=ROOT, env={**os.environ, **env}, stdout=out, stderr=out)
+            # PYTHONPATH: before what is installed, whichever version that is.
+            env = {**os.environ, "PYTHONPATH": str(code), **env}
+            self.popen = subprocess.Popen(args, cwd=code, env=env, stdout=out, stderr=out)
 
     def stop(self, how: int = signal.SIGTERM, timeout: float = 30) -> int:
         """Signal it and wait; the exit code."""
@@ -97,23 +99,26 @@ class Stack:
         for card in cards:
             asyncio.run(assert_at_rest(self.redis.url, card.pool, card.lanes))
 
-    def start_gateway(self, port: int | None = None, **settings: object) -> Process:
-        """Start a gateway, on the stack's own port by default."""
+    def start_gateway(self, port: int | None = None, *, code: Path = ROOT, **settings: object) -> Process:
+        """Start a gateway, on the stack's own port by default, of the version that `code` holds."""
         env = self._env(settings | {"port": port or self.gateway_port})
-        process = Process("gateway", [sys.executable, "-m", "gateway"], env)
+        process = Process("gateway", [sys.executable, "-m", "gateway"], env, code)
         self.processes.append(process)
         return process
 
-    def start_worker(self, module: str = "worker", **settings: object) -> tuple[Process, int]:
-        """Start a worker, or another module that runs one; answers it and the port of its /health."""
+    def start_worker(self, module: str = "worker", *, code: Path = ROOT, **settings: object) -> tuple[Process, int]:
+        """Start a worker, or another module that runs one, of the version that `code` holds.
+
+        Answers it and the port of its /health.
+        """
         port = free_port()
         env = self._env(self.worker_settings | settings | {"health_port": port})
-        process = Process("worker", [sys.executable, "-m", module], env)
+        process = Process("worker", [sys.executable, "-m", module], env, code)
         self.processes.append(process)
         return process, port
 
-    def wait_ready(self, timeout: float = 120) -> None:
-        """Until the gateway answers /ready.
+    def wait_ready(self, timeout: float = 120, port: int | None = None) -> None:
+        """Until the gateway, or whoever has the port, answers /ready.
 
         Raises:
             RuntimeError: a process ended, or time is up; the message holds the ends of the logs.
@@ -121,7 +126,7 @@ class Stack:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             try:
-                if httpx.get(f"{self.url}/ready", timeout=2).status_code == 200:
+                if httpx.get(f"http://127.0.0.1:{port or self.gateway_port}/ready", timeout=2).status_code == 200:
                     return
             except httpx.TransportError:
                 pass
