@@ -20,11 +20,6 @@ from shared.tenant_terms import TenantTerms
 log = structlog.get_logger(__name__)
 
 
-def keys_required(settings: GatewaySettings) -> bool:
-    """Whether anything but probes asks for a key: one is set, or the settings say so."""
-    return bool(settings.require_keys or settings.api_keys or settings.admin_api_keys or settings.metrics_key)
-
-
 class Gate:
     """Who may ask, and for what.
 
@@ -66,7 +61,7 @@ class Gate:
 
     async def warn_if_open(self) -> None:
         """Say once that everybody is let in; louder where somebody made keys, and may think otherwise."""
-        if keys_required(self._settings):
+        if self._settings.keys_required:
             return
         log.warning("gateway.open", host=self._settings.host, hint="ROPEWAY_REQUIRE_KEYS=true asks for keys")
         try:

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from starlette.routing import BaseRoute, Route
 
 from gateway import cors, docs, errors, scopes
-from gateway.access import Gate, keys_required
+from gateway.access import Gate
 from gateway.adapter_desk import AdapterDesk
 from gateway.admin import Admins
 from gateway.authentication import Authentication
@@ -124,7 +124,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         uploads={ADAPTERS: settings.max_adapter_bytes + FORM_BYTES, FILES: settings.max_file_bytes + FORM_BYTES},
     )
     admins = Admins(settings)
-    app.add_middleware(Authentication, required=keys_required(settings), admins=admins)
+    app.add_middleware(Authentication, required=settings.keys_required, admins=admins)
     app.add_middleware(RequestScope, metrics=metrics, tracing=tracing)
     if settings.cors_origins:
         cors.install(app, settings.cors_origins)

@@ -32,8 +32,9 @@ class Question:
 
 def demo(given: Given, redis_url: str | None, question: Question) -> None:
     """Start everything, ask, print answer and figures, end everything."""
-    # Ports are free ones, so that a demo runs beside whatever is there; the children write into a log.
-    given = {"log_level": "warning", **given, "port": 0, "health_port": 0}
+    # Ports are free ones, so that a demo runs beside whatever is there; the children write into a log. Of keys it has
+    # those that are set, and asks for no others.
+    given = {"log_level": "warning", **given, "port": 0, "health_port": 0, "require_keys": False}
     with redis_for(redis_url, None) as (url, embedded), tempfile.TemporaryFile() as log:
         layout = Layout.of(given, url)
         supervisor = layout.supervisor(embedded, log)

@@ -33,6 +33,8 @@ _PROBE_S = 0.1
 _STOP_MARGIN_S = 10.0
 #: Exit code of a worker that cannot serve with its settings.
 _REFUSED = 78
+#: HTTP status of an answer to a request without a key.
+_NO_KEY = 401
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +67,8 @@ class Layout:
         return _url(self.gateway.host, self.gateway.port)
 
     def client(self) -> AsyncClient:
-        """A client of the gateway, with the first of its API keys."""
-        keys = self.gateway.api_keys
+        """A client of the gateway, with the first of its settings' keys."""
+        keys = [*self.gateway.api_keys, *self.gateway.admin_api_keys]
         return AsyncClient(self.url, api_key=keys[0].get_secret_value() if keys else None)
 
     def supervisor(self, redis: EmbeddedRedis | None, output: IO[bytes] | None = None) -> Supervisor:
@@ -171,6 +173,8 @@ async def _first_model(layout: Layout) -> str:
         try:
             names = await client.models()
         except APIError as error:
+            if error.status == _NO_KEY and layout.gateway.keys_required:
+                return layout.worker.model  # the keys that open it are not here
             fail(f"the gateway does not list its models: {error}")
     return names[0] if names else layout.worker.model
 
@@ -179,7 +183,7 @@ def _example(layout: Layout, model: str) -> str:
     question = {"role": "user", "content": "What is a ropeway?"}
     body = {"model": model, "stream": True, "max_tokens": 200, "messages": [question]}
     lines = [f"curl -N {layout.url}/v1/chat/completions -H 'Content-Type: application/json'"]
-    if layout.gateway.api_keys:
+    if layout.gateway.keys_required:
         lines.append('-H "Authorization: Bearer $YOUR_KEY"')
     lines.append(f"-d {shlex.quote(json.dumps(body))}")
     return "  " + " \\\n    ".join(lines) + "\n"

@@ -158,6 +158,11 @@ class GatewaySettings(AdapterSettings):
     flush_ms: int = Field(100, ge=0, description="where nothing is streamed: how long a worker may gather tokens")
     max_live_streams: int = Field(10_000, ge=1, description="most concurrent subscriptions; above it 429")
 
+    @property
+    def keys_required(self) -> bool:
+        """Whether anything but probes asks for a key: one is set, or it is said so."""
+        return bool(self.require_keys or self.api_keys or self.admin_api_keys or self.metrics_key)
+
 
 class TasksSettings(AdapterSettings):
     """Settings of the process that runs background tasks."""

@@ -177,6 +177,7 @@ async def test_of_a_deleted_job_nothing_is_left(store: Upkeep, client: Any, stat
     with pytest.raises(JobNotFoundError):
         await store.delete(job.id)
     left = set(await client.keys("*")) - before - {keys.last_pull(POOL, 0, "v").encode()}
+    left = {key for key in left if b"}:usage:" not in key}  # what was used is told for longer, without what was asked
     assert left <= {keys.queue(POOL, 0, "normal", keys.bucket_of("default")).encode()}
     assert not await client.zcard(keys.delayed(POOL, 0))
     assert await client.zrange(keys.tenant_jobs(POOL, 0, "default"), 0, -1) == [JobId.parse(other.id).unique.encode()]
