@@ -33,7 +33,7 @@ log = structlog.get_logger(__name__)
 
 Attribute = str | bool | int | float | Sequence[str]
 Attributes = Mapping[str, Attribute]
-Kind = Literal["internal", "server", "producer", "consumer"]
+Kind = Literal["internal", "server", "client", "producer", "consumer"]
 
 #: Seconds that the end of a process waits for spans to be taken.
 CLOSE_S: Final = 3.0
@@ -188,6 +188,7 @@ class _Maker:
         self._kinds: dict[Kind, SpanKind] = {
             "internal": SpanKind.INTERNAL,
             "server": SpanKind.SERVER,
+            "client": SpanKind.CLIENT,
             "producer": SpanKind.PRODUCER,
             "consumer": SpanKind.CONSUMER,
         }

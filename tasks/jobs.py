@@ -22,6 +22,7 @@ from shared.errors import NotFoundError, RopewayError
 from shared.file_store import FileStore
 from shared.settings import GatewaySettings, TasksSettings
 from shared.task_queue import DELIVER_WEBHOOKS, LOAD_ADAPTER, RUN_BATCH, TaskQueue, tasks_url
+from shared.tracing import OFF, Tracing
 from tasks.load import TryAgainError, load
 
 _log = structlog.stdlib.get_logger("tasks.jobs")
@@ -39,12 +40,13 @@ _LOOKUPS: Final = 64
 _STAY_S: Final = 1.0
 
 _settings: TasksSettings | None = None
+_tracing: Tracing = OFF
 
 
-def configure(settings: TasksSettings) -> None:
-    """Say with which settings tasks run; before the first one does."""
-    global _settings
-    _settings = settings
+def configure(settings: TasksSettings, tracing: Tracing = OFF) -> None:
+    """Say with which settings tasks run, and where those in this very process tell of it; before the first one does."""
+    global _settings, _tracing
+    _settings, _tracing = settings, tracing
 
 
 def load_adapter(name: str, version: int) -> None:
@@ -145,6 +147,7 @@ async def _deliver_webhooks(settings: TasksSettings) -> None:
             Sender(AddressGuard(settings.webhook_allow, http=settings.webhook_http), settings.webhook_timeout_s),
             settings,
             stopping.is_set,
+            _tracing,
         )
         await run.run()
     except RopewayError as error:

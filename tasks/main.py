@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import uuid
 from types import FrameType
 from typing import Any, Final
 
@@ -57,6 +58,7 @@ class Tasks:
         self._settings, self._url = settings, tasks_url(settings)
         self._store = open_store(settings.adapter_store)
         self._files = FileStore(settings.files_store)
+        self._tracing = open_tracing(settings, "ropeway-tasks", uuid.uuid4().hex)
         self._metrics = TasksMetrics()
         self._metrics.registry.register(TaskQueueCollector(self._url, looks=True))
         self._stop = threading.Event()
@@ -66,7 +68,7 @@ class Tasks:
 
     def run(self) -> int:
         """Serve until told to stop; answers the exit code."""
-        configure(self._settings)
+        configure(self._settings, self._tracing)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._signalled)
         settings = self._settings
@@ -86,6 +88,7 @@ class Tasks:
                 self._work()
         finally:
             self._postman.stop(TaskWorker.grace_s)
+            self._tracing.close()
             health.close()
         _log.info("tasks end")
         return 0
@@ -185,8 +188,6 @@ def run(settings: TasksSettings | None = None) -> int:
         # Tasks are processes of their own, and read a gateway's settings.
         os.environ["ROPEWAY_OTLP_TRACES_ENDPOINT"] = settings.otlp_traces_endpoint
     try:
-        # Only to find out whether it can be done: each task makes its own.
-        open_tracing(settings, "ropeway-tasks").close()
         tasks = Tasks(settings)
     except RopewayError as error:
         _log.error("tasks cannot run with these settings", reason=error.message)

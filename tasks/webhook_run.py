@@ -11,7 +11,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Final
 
@@ -20,6 +20,8 @@ import structlog
 
 from shared.errors import ProtocolError, RopewayError, ServiceUnavailableError
 from shared.settings import TasksSettings
+from shared.trace_context import NO_TRACE
+from shared.tracing import OFF, Attribute, Tracing
 from shared.webhook_calls import Claimed, LaneSurvey, OutboxEntry, Patience, TryOutcome
 from shared.webhook_secrets import WebhookSecrets
 from shared.webhooks import Lane, Webhooks
@@ -74,6 +76,7 @@ class WebhookRun:
 
     Args:
         stopping: whether nothing more is to be begun.
+        tracing: is told of each try, in the trace of the job's submitter.
     """
 
     def __init__(
@@ -84,9 +87,10 @@ class WebhookRun:
         sender: Sender,
         settings: TasksSettings,
         stopping: Callable[[], bool],
+        tracing: Tracing = OFF,
     ) -> None:
         self._webhooks, self._messages, self._secrets, self._sender = webhooks, messages, secrets, sender
-        self._settings, self._stopping = settings, stopping
+        self._settings, self._stopping, self._tracing = settings, stopping, tracing
         self._patience = patience_of(settings)
         self._defaults = [secret.get_secret_value() for secret in settings.webhook_secrets]
         self._signing: dict[str, Sequence[str]] = {}
@@ -173,7 +177,7 @@ class WebhookRun:
     async def _try(self, claimed: Claimed, host: _Host) -> None:
         try:
             secrets = await self._secrets_of(claimed.tenant)
-            sent = await self._sender.send(claimed.url, headers(claimed, secrets, datetime.now(UTC)), claimed.body)
+            sent = await self._send(claimed, secrets)
             host.silent = sent.outcome in _SILENT
             await self._end(claimed, sent)
         except RopewayError as error:  # Redis is away: it comes due again
@@ -182,6 +186,23 @@ class WebhookRun:
             _log.exception("a try of a webhook failed", job_id=claimed.job_id)
         finally:
             host.flying -= 1
+
+    async def _send(self, claimed: Claimed, secrets: Sequence[str]) -> Sent:
+        parent = {"traceparent": claimed.trace} if claimed.trace else NO_TRACE
+        attributes: dict[str, Attribute] = {
+            "http.request.method": "POST",
+            "ropeway.job.id": claimed.job_id,
+            "ropeway.webhook.attempt": claimed.attempt,
+        }
+        with self._tracing.span("webhook", parent, kind="client", attributes=attributes) as span:
+            if span.trace:
+                claimed = replace(claimed, trace=span.trace["traceparent"])
+            sent = await self._sender.send(claimed.url, headers(claimed, secrets, datetime.now(UTC)), claimed.body)
+            if sent.status is not None:
+                span.set({"http.response.status_code": sent.status})
+            if sent.outcome != "delivered":
+                span.failed(sent.outcome)
+            return sent
 
     async def _end(self, claimed: Claimed, sent: Sent) -> None:
         known: dict[str, TryOutcome] = {"delivered": "delivered", "gone": "gone"}

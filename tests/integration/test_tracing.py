@@ -14,7 +14,7 @@ import pytest
 from shared import keys
 from shared.keys import JobId
 from tests.support.adapter_tasks import TasksProcess
-from tests.support.otlp import Collector, Spanned
+from tests.support.otlp import PATIENCE_S, Collector, Spanned
 from tests.support.ports import free_port
 from tests.support.stack import Process, Stack
 
@@ -182,9 +182,10 @@ def test_lines_of_a_batch_are_linked_to_whoever_made_it(stack: Stack, collector:
                 http.post("/v1/batches", json=order, headers={"traceparent": f"00-{trace}-{'a' * 16}-{flags}"}).json()
                 for trace, flags in ((hidden, "00"), (made, "01"))
             ]
-            for batch in batches:
-                while http.get(f"/v1/batches/{batch['id']}").json()["status"] != "completed":
-                    time.sleep(0.1)
+            until = time.monotonic() + PATIENCE_S
+            while any(http.get(f"/v1/batches/{batch['id']}").json()["status"] != "completed" for batch in batches):
+                assert time.monotonic() < until, tasks.log.read_text()
+                time.sleep(0.1)
     finally:
         assert tasks.stop() == 0
     spans = collector.until(lambda found: any(span.name == "batch line" for span in found))
