@@ -24,6 +24,8 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 MAX_URL: Final = 2048
 #: Seconds that a name may take to be looked up when a job is submitted.
 LOOKUP_S: Final = 2.0
+#: Names that are looked up at a time when jobs are submitted: a slow name server must not take all threads there are.
+_LOOKUPS: Final = 2
 #: What IANA has given out to anybody: all else of IPv6 is private, or a way of writing an address of IPv4.
 _GLOBAL_V6: Final = ipaddress.IPv6Network("2000::/3")
 #: The last 32 bits of these are an address of IPv4, which is what is reached.
@@ -71,6 +73,7 @@ class AddressGuard:
         self._hosts: set[str] = set()
         self._domains: tuple[str, ...] = ()
         self._http = http
+        self._lookups = asyncio.Semaphore(_LOOKUPS)
         for entry in allow:
             self._add(entry.strip())
 
@@ -127,11 +130,19 @@ class AddressGuard:
         parsed = self.parse(url, param)
         try:
             async with asyncio.timeout(LOOKUP_S):
-                await self.resolve(host_of(parsed), parsed.port or 443)
+                await self._lookups.acquire()
+                lookup = asyncio.create_task(self.resolve(host_of(parsed), parsed.port or 443), name="lookup")
+                lookup.add_done_callback(self._end_lookup)
+                await asyncio.shield(lookup)  # the thread that looks it up cannot be told to stop
         except ForbiddenAddressError:
             raise _forbidden(param) from None
         except (UnknownHostError, TimeoutError):
             return
+
+    def _end_lookup(self, lookup: asyncio.Task[list[str]]) -> None:
+        self._lookups.release()
+        if not lookup.cancelled():
+            lookup.exception()  # told to whoever has waited for it
 
     async def resolve(self, host: str, port: int) -> list[str]:
         """The addresses of a host in the order in which they are to be tried.

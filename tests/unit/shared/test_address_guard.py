@@ -120,6 +120,27 @@ async def test_at_the_submit_names_are_looked_up(names: Names, monkeypatch: pyte
     await AddressGuard().check("https://slow.test/", PARAM)
 
 
+async def test_slow_name_servers_take_few_threads(names: Names, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address_guard, "LOOKUP_S", 0.05)
+    asked, answer = 0, asyncio.Event()
+
+    async def slow(*_: Any, **__: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        await answer.wait()
+        raise socket.gaierror(socket.EAI_AGAIN, "later")
+
+    monkeypatch.setattr(names, "getaddrinfo", slow)
+    guard = AddressGuard()
+    for _ in range(2):
+        await asyncio.gather(*(guard.check(f"https://n{n}.slow.test/", PARAM) for n in range(20)))
+        assert asked == 2, "those that are still being looked up count"
+    answer.set()
+    await asyncio.sleep(0)
+    await guard.check("https://next.slow.test/", PARAM)
+    assert asked == 3
+
+
 async def test_a_name_is_looked_up_for_each_connection(names: Names) -> None:
     names.answers["rebinding.test"] = [["8.8.8.8"], ["127.0.0.1"]]
     guard = AddressGuard()
