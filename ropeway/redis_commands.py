@@ -40,7 +40,9 @@ def run(given: Given, store: type[S], call: Callable[[S], Awaitable[T]]) -> T:
     try:
         return asyncio.run(main())
     except ServiceUnavailableError as error:
-        other = "--redis or ROPEWAY_REDIS_URL names another one, of `ropeway serve --data-dir DIR` unix://DIR/redis.sock"
+        other = (
+            "--redis or ROPEWAY_REDIS_URL names another one, of `ropeway serve --data-dir DIR` unix://DIR/redis.sock"
+        )
         fail(f"{error.message} ({mask(redis_url)}; {other})")
     except RopewayError as error:
         fail(error.message, EXIT_USAGE if isinstance(error, InvalidRequestError) and error.param else 1)

@@ -253,7 +253,7 @@ def schema() -> Schema:
                 "serverAddress": TEXT,
                 "serviceMonitor": monitor,
                 "podMonitor": monitor,
-                "rules": obj({"enabled": FLAG, "labels": TEXTS}),
+                "rules": obj({"enabled": FLAG, "labels": TEXTS, "runbookUrl": NAME}),
             }
         ),
         "webhooks": obj({"allow": NAMES, "http": FLAG}),

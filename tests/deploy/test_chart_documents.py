@@ -51,6 +51,36 @@ def test_the_check_of_schemas_can_fail() -> None:
             kinds.check(broken, KUBERNETES[0])
 
 
+def test_each_version_is_looked_at_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": {"containers": [{"name": "a"}]}}
+    gone = {"apiVersion": "flowcontrol.apiserver.k8s.io/v1beta3", "kind": "FlowSchema", "metadata": {"name": "a"}}
+    new = {"apiVersion": "networking.k8s.io/v1", "kind": "ServiceCIDR", "metadata": {"name": "a"}}
+    taken = {
+        (document["kind"], version)
+        for document in (pod, gone, new)
+        for version in KUBERNETES
+        if takes(version, document)
+    }
+    oldest, *newer = KUBERNETES
+    assert taken == {("Pod", v) for v in KUBERNETES} | {("FlowSchema", oldest)} | {("ServiceCIDR", v) for v in newer}
+    # Where a version is not there, the library would take the one before it.
+    library = pytest.importorskip("kubernetes_validate")
+    versions = [version for version in library.utils.all_versions() if version != KUBERNETES[1]]
+    monkeypatch.setattr(library.utils, "all_versions", lambda: versions)
+    assert takes(oldest, pod)
+    with pytest.raises(LookupError, match="no schemas of Kubernetes"):
+        kinds.check(pod, KUBERNETES[1])
+
+
+def takes(version: str, document: Document) -> bool:
+    """Whether a version knows the document's kind."""
+    try:
+        kinds.check(document, version)
+    except LookupError:
+        return False
+    return True
+
+
 def test_scaled_objects_fit_kedas_own_definition() -> None:
     if ("keda.sh/v1alpha1", "ScaledObject") not in kinds.definitions():
         pytest.skip("CHART_CRDS names no definition of ScaledObject: checked against the fields that the chart uses")

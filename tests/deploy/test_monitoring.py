@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.chart import CHART, ROOT, of_kind, rendered
+from tests.deploy.chart import CHART, ROOT, of_kind, render, rendered
 from tests.support import metric_names
 
 RULES = CHART / "alerts" / "ropeway.yaml"
@@ -43,9 +43,15 @@ def test_alerts_ask_for_metrics_that_exist() -> None:
 
 
 def test_alerts_and_their_docs_agree() -> None:
-    text = (ROOT / "docs" / "operations.md").read_text("utf-8").partition("\n## Alerts\n")[2].partition("\n## ")[0]
-    described = re.findall(r"^\| `(\w+)` \| [^|]+ \| [^|]+ \|$", text, re.MULTILINE)
-    assert described == [alert["alert"] for alert in alerts()]
+    """Each leads to a section of its own, which says how bad it is, what it means, and has something to do."""
+    sections = (ROOT / "docs" / "alerts.md").read_text("utf-8").split("\n## ")[1:]
+    described = dict(section.split("\n", 1) for section in sections)
+    assert list(described) == [alert["alert"] for alert in alerts()]
+    for alert in alerts():
+        name, severity = alert["alert"], alert["labels"]["severity"]
+        assert alert["annotations"]["runbook_url"] == f"docs/alerts.md#{name.lower()}"
+        assert described[name].lstrip().startswith(f"**{severity.capitalize()}.** "), name
+        assert len(described[name].strip().split("\n\n")) >= 2, name
 
 
 def test_the_chart_makes_a_rule_of_the_file() -> None:
@@ -53,6 +59,16 @@ def test_the_chart_makes_a_rule_of_the_file() -> None:
     assert rule["spec"] == yaml.safe_load(RULES.read_text("utf-8"))
     assert rule["metadata"]["labels"]["release"] == "prometheus"
     assert not of_kind(rendered("defaults"), "PrometheusRule")
+
+
+def test_the_runbooks_of_a_release_are_where_its_docs_are() -> None:
+    (rule,) = of_kind(
+        render({"prometheus": {"rules": {"enabled": True, "runbookUrl": "https://docs.example.com/ropeway/"}}}),
+        "PrometheusRule",
+    )
+    urls = [each["annotations"]["runbook_url"] for group in rule["spec"]["groups"] for each in group["rules"]]
+    assert len(urls) == len(alerts())
+    assert all(re.fullmatch(r"https://docs\.example\.com/ropeway/alerts\.md#ropeway[a-z]+", url) for url in urls)
 
 
 def promtool(*arguments: str | Path) -> str:
@@ -94,7 +110,7 @@ def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
         "RopewayLoadUnknown": [],
         "RopewayWorkersDie": [],
     }
-    notes = {alert["alert"]: alert["annotations"]["summary"] for alert in alerts()}
+    notes = {alert["alert"]: alert["annotations"] for alert in alerts()}
     expected = [
         {
             "alertname": name,
@@ -102,7 +118,7 @@ def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
             "exp_alerts": [
                 {
                     "exp_labels": found,
-                    "exp_annotations": {"summary": re.sub(r"{{ \$labels\.\w+ }}", "a", notes[name])},
+                    "exp_annotations": {n: re.sub(r"{{ \$labels\.\w+ }}", "a", t) for n, t in notes[name].items()},
                 }
                 for found in alerts_
             ],
@@ -121,7 +137,7 @@ def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
                     "exp_alerts": [
                         {
                             "exp_labels": {"severity": "critical"},
-                            "exp_annotations": {"summary": notes["RopewayLoadUnknown"]},
+                            "exp_annotations": notes["RopewayLoadUnknown"],
                         }
                     ],
                 }
