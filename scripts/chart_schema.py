@@ -125,6 +125,7 @@ def scaling() -> Schema:
     return obj(
         {
             "enabled": FLAG,
+            "external": FLAG,
             "trigger": one_of("metrics-api", "prometheus"),
             "minReplicas": whole(0),
             "maxReplicas": whole(1),

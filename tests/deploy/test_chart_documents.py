@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.deploy import kinds
 from tests.deploy.chart import (
@@ -12,11 +14,13 @@ from tests.deploy.chart import (
     CHART,
     KUBERNETES,
     NAMESPACE,
+    ROOT,
     Document,
     case,
     helm,
     of_kind,
     pods,
+    render,
     rendered,
 )
 
@@ -36,6 +40,19 @@ def test_lint_has_nothing_to_say(name: str, version: str) -> None:
 def test_documents_fit_their_schemas(name: str, version: str) -> None:
     for document in rendered(name):
         kinds.check(document, version)
+
+
+def test_what_the_page_shows_is_taken() -> None:
+    """Values for production and an autoscaler of one's own, as docs/kubernetes.md has them."""
+    page = (ROOT / "docs" / "kubernetes.md").read_text("utf-8")
+    values, autoscaler = (yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S))
+    documents = render(values)
+    assert len(of_kind(documents, "ScaledObject")) == len(values["pools"]) - 1
+    for document in (*documents, autoscaler):
+        for version in KUBERNETES:
+            kinds.check(document, version)
+    report = helm().lint(str(CHART), values=values, strict=True, kube_version=f"v{KUBERNETES[-1]}", namespace=NAMESPACE)
+    assert report["errors"] == []
 
 
 def test_the_check_of_schemas_can_fail() -> None:
@@ -139,6 +156,7 @@ def test_what_is_scaled_has_no_replicas_of_its_own(name: str) -> None:
     }
     deployments = {d["metadata"]["name"]: d["spec"] for d in of_kind(documents, "Deployment")}
     assert scaled <= deployments.keys()
+    scaled |= {key for key in deployments if key == "rel-ropeway-drafts"}  # by an autoscaler that is not the chart's
     assert {name for name, spec in deployments.items() if "replicas" not in spec} == scaled
 
 

@@ -63,6 +63,9 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- define "ropeway.pool" -}}
 {{- $pool := mergeOverwrite (deepCopy .root.Values.poolDefaults) (deepCopy (default dict .pool)) -}}
 {{- $scaling := $pool.scaling -}}
+{{- if and $scaling.enabled $scaling.external -}}
+{{- fail (printf "pools.%s.scaling: external is for an autoscaler of your own, with enabled: false" .key) -}}
+{{- end -}}
 {{- if and $scaling.enabled (gt (int $scaling.minReplicas) (int $scaling.maxReplicas)) -}}
 {{- fail (printf "pools.%s.scaling: minReplicas is above maxReplicas" .key) -}}
 {{- end -}}
