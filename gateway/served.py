@@ -34,6 +34,11 @@ class Served:
         return None if self.record is None else self.record.identity
 
 
+def serves(pool: Pool, record: AdapterRecord) -> bool:
+    """Whether a pool's workers would compute with an adapter, as far as settings go."""
+    return record.content is not None and record.content.rank <= pool.card.max_lora_rank
+
+
 class Directory:
     """Finds models by name. Adapters are looked up in Redis each time, so no gateway knows an old one."""
 
@@ -77,9 +82,19 @@ class Directory:
         if record.content is None:
             why = "it is still being loaded" if record.pending is not None else f"its load failed: {record.error}"
             raise ModelNotFoundError(f"{param}: the adapter '{record.name}' is not there: {why}", param=param)
-        pool = await self._catalogue.find(record.pool)
-        if not pool.card.max_lora_rank:
-            raise ModelNotFoundError(
-                f"{param}: the base model of the adapter '{record.name}' serves no adapters now", param=param
-            )
+        try:
+            pool = await self._catalogue.find(record.pool)
+        except ModelNotFoundError:
+            raise self._unserved(record, "is not served now", param) from None
+        most = pool.card.max_lora_rank
+        if not most:
+            raise self._unserved(record, "serves no adapters now (its workers need enable_lora)", param)
+        if not serves(pool, record):
+            why = f"serves ranks up to {most} now (max_lora_rank), the adapter's is {record.content.rank}"
+            raise self._unserved(record, why, param)
         return Served(pool, record)
+
+    def _unserved(self, record: AdapterRecord, why: str, param: str) -> ModelNotFoundError:
+        return ModelNotFoundError(
+            f"{param}: the base model of the adapter '{record.name}', {record.pool}, {why}", param=param
+        )

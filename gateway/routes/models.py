@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from gateway.catalogue import Pool
+from gateway.served import serves
 from gateway.services import caller_of, services_of
 from shared.adapter_record import AdapterRecord
 
@@ -23,7 +24,7 @@ async def list_models(request: Request) -> dict[str, Any]:
     adapters = [
         _adapter(record, pools[record.pool])
         for record in await services.adapters.records()
-        if record.pool in pools and pools[record.pool].card.max_lora_rank and record.name not in pools
+        if record.pool in pools and serves(pools[record.pool], record) and record.name not in pools
     ]
     models = [model for model in (*map(_model, pools.values()), *adapters) if policy.allows(model["id"])]
     return {"object": "list", "data": models}

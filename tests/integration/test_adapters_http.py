@@ -13,7 +13,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import redis.asyncio
 
+from shared import keys
 from shared.adapter_record import PendingLoad
 from shared.errors import ServiceUnavailableError
 from shared.protocol import WorkerInfo
@@ -464,6 +466,36 @@ async def test_loading_may_be_waited_for_or_not(gateway: Gateway, folder: Path) 
     assert answer.json()["pinned"] is True and answer.json()["source"] == body["lora_path"]
     answer = await gateway.http.post("/v1/adapters?wait=20", json=body | {"lora_name": "other"})
     assert (answer.status_code, answer.json()["state"]) == (200, "registered")
+
+
+@pytest.mark.parametrize(
+    ("rank", "named"),
+    [(0, "serves no adapters now"), (2, "serves ranks up to 2 now"), (None, "tiny, is not served now")],
+)
+async def test_an_adapter_that_no_worker_would_serve_is_refused_and_waits_for_none(
+    gateway: Gateway, folder: Path, rank: int | None, named: str
+) -> None:
+    """Its pool was started anew with other settings, or is gone."""
+    await loaded(gateway, "sql", source(folder))
+    if rank is None:
+        assert isinstance(gateway.store._redis, redis.asyncio.Redis)
+        await gateway.store._redis.delete(keys.card(MODEL))
+    else:
+        await gateway.store.put_card(support.card(max_lora_rank=rank), support.bundle())
+    await gateway.services.catalogue.refresh()
+    for path, body, param in (
+        ("/v1/chat/completions", chat(model="sql"), "model"),
+        ("/v1/completions", completion(model="sql"), "model"),
+        ("/v1/jobs", {"kind": "chat", "body": chat(model="sql")}, "body.model"),
+        ("/v1/jobs", {"kind": "chat", "body": chat(), "adapter": "sql"}, "adapter"),
+    ):
+        answer = await gateway.http.post(path, json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (404, "model_not_found", param), answer.text
+        assert named in error["message"]
+    listed = [model["id"] for model in (await gateway.http.get("/v1/models")).json()["data"]]
+    assert listed == ([] if rank is None else [MODEL])
+    assert await gateway.worker.queued() == 0
 
 
 async def test_which_pool_must_be_said_where_there_are_several(gateway: Gateway, folder: Path) -> None:
