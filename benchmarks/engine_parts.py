@@ -95,7 +95,9 @@ def longest_gap(engines: Engines, streams: int, threshold: int | None) -> dict[s
     token is there, over the median step before."""
     from engine.request import EngineRequest
 
-    settings = {} if threshold is None else {"long_prefill_token_threshold": threshold}
+    settings: dict[str, Any] = {}
+    if threshold is not None:
+        settings = {"long_prefill_token_threshold": threshold, "prefill_pace": None}
     engine = engines.make(num_blocks=1024, enable_prefix_caching=False, **settings)
     for index, prompt in enumerate(workload(count=streams)):
         engine.add(EngineRequest(str(index), prompt, greedy(1024)))

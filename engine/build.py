@@ -31,6 +31,7 @@ from engine.loading.memory import give_back_freed_memory
 from engine.loading.resolve import load, take_weights
 from engine.models.config import ModelConfig
 from engine.models.registry import OWN_STEP, CausalLM, model_class
+from engine.pace import PrefillPace
 from engine.request import ModelInfo
 from engine.runner import ModelRunner
 from engine.sampler import Sampler
@@ -43,8 +44,9 @@ logger = logging.getLogger(__name__)
 
 _CPU_CACHE_BYTES = 1024 * 1024 * 1024
 _MIB = 1024 * 1024
-#: Prompt tokens of a sequence that a pass may compute beside decodes where no threshold is set. On two cores of a CPU
-#: 64 take as long as two decodes of 16 sequences in float32: the longest gap is then a little over three of those.
+#: Prompt tokens of a sequence that a pass may compute beside decodes where no threshold is set and no pace kept. On two
+#: cores of a CPU 64 take torch as long as two decodes of 16 sequences in float32: the longest gap is then a little over
+#: three of those.
 _PREFILL_THRESHOLDS = {"cpu": 32, "cuda": 512}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -83,6 +85,7 @@ def build_engine(config: EngineConfig, source: AdapterSource | None = None) -> E
         max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
         max_model_len=max_model_len,
         long_prefill_token_threshold=_prefill_threshold(config, device),
+        prefill_pace=_prefill_pace(config, model_config, ops),
         enable_prefix_caching=config.enable_prefix_caching,
         max_loras=config.max_loras,
     )
@@ -137,6 +140,11 @@ def _library(
 def _prefill_threshold(config: EngineConfig, device: torch.device) -> int:
     asked = config.long_prefill_token_threshold
     return _PREFILL_THRESHOLDS[device.type] if asked is None else asked
+
+
+def _prefill_pace(config: EngineConfig, model: ModelConfig, ops: Ops) -> PrefillPace | None:
+    paced = config.long_prefill_token_threshold is None and is_native(ops)
+    return PrefillPace.of(model) if paced else None
 
 
 def choose_device(name: str) -> torch.device:

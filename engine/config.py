@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from engine.cpus import check_pinning
+from engine.pace import PrefillPace
 from kernels.backends import Kernels
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -26,6 +27,7 @@ class SchedulerConfig:
         max_model_len: context in tokens, prompt and output.
         long_prefill_token_threshold: most prompt tokens of one sequence in a pass that also decodes, so that running
             streams do not wait for a whole long prompt; 0: no such bound.
+        prefill_pace: decides on that in place of the threshold, pass by pass; None: nothing does.
         enable_prefix_caching: reuse the blocks of equal prefixes.
         watermark: share of the pool that an admission leaves free while others run.
         lookahead: waiting sequences that are tried behind one that does not fit.
@@ -41,6 +43,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     max_model_len: int = 2048
     long_prefill_token_threshold: int = 0
+    prefill_pace: PrefillPace | None = None
     enable_prefix_caching: bool = True
     watermark: float = 0.01
     lookahead: int = 8
@@ -79,7 +82,8 @@ class EngineConfig:
         max_model_len: context in tokens; None: the model's own.
         max_num_seqs: most sequences in a batch.
         max_num_batched_tokens: token budget of a step.
-        long_prefill_token_threshold: see `SchedulerConfig`; None: 32 on a CPU, 512 on a GPU.
+        long_prefill_token_threshold: see `SchedulerConfig`; None: with the native CPU kernels what `engine.pace`
+            says, else 32 on a CPU, 512 on a GPU.
         block_size: tokens per KV block.
         num_blocks: blocks of the KV cache; wins over `kv_cache_memory_mb`.
         num_gpu_blocks_override: vLLM's name of `num_blocks`.

@@ -253,16 +253,25 @@ class Scheduler:
 
     def _budget(self, sequence: Sequence) -> int:
         """Tokens of the next pass that are left for it, behind all decodes and the prefills of its class and above."""
-        most = self._chunk_limit()
-        ahead = sum(min(s.remaining, most) - 1 for s in self._running if s.priority <= sequence.priority)
+        decodes = self._decodes()
+        ahead = sum(
+            min(s.remaining, self._chunk_limit(s, decodes)) - 1
+            for s in self._running
+            if s.priority <= sequence.priority and s.remaining > 1
+        )
         return self.config.max_num_batched_tokens - len(self._running) - ahead
 
-    def _chunk_limit(self) -> int:
-        """Most tokens of one prefill in the next pass."""
-        threshold = self.config.long_prefill_token_threshold
-        if threshold and any(sequence.remaining == 1 for sequence in self._running):
-            return threshold
-        return self.config.max_num_batched_tokens
+    def _decodes(self) -> int:
+        return sum(sequence.remaining == 1 for sequence in self._running)
+
+    def _chunk_limit(self, sequence: Sequence, decodes: int) -> int:
+        """Most tokens of one prefill in a pass with so many decodes."""
+        config = self.config
+        if decodes and config.prefill_pace is not None:
+            return config.prefill_pace.tokens(decodes, sequence.computed)
+        if decodes and config.long_prefill_token_threshold:
+            return config.long_prefill_token_threshold
+        return config.max_num_batched_tokens
 
     def _prefix(self, sequence: Sequence) -> _Prefix | None:
         """What it need not compute; None where it should wait, since another is just computing more of that."""
@@ -410,11 +419,11 @@ class Scheduler:
         plan = StepPlan(spans=spans, decodes=len(spans), copies=self._copies, fills=fills)
         self._copies = []
         budget = self.config.max_num_batched_tokens - len(spans)
-        most = self._chunk_limit()
+        decodes = len(spans)
         for sequence in prefills:
             if budget <= 0:
                 break
-            count = min(sequence.remaining, budget, most)
+            count = min(sequence.remaining, budget, self._chunk_limit(sequence, decodes))
             spans.append(_chunk(sequence, count))
             budget -= count
         return plan
