@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -170,10 +171,31 @@ async def test_keys_of_the_settings_go_on_beside_them(valkey_url: str) -> None:
         assert await ask(g.http, None) == 401
 
 
+@asynccontextmanager
+async def monitor(url: str) -> AsyncIterator[bytearray]:
+    """Every command that a single server gets meanwhile."""
+    heard = bytearray()
+    if not (place := re.fullmatch(r"redis://([\d.]+):(\d+)/0", url)):
+        yield heard
+        return
+    reader, writer = await asyncio.open_connection(place[1], int(place[2]))
+    writer.write(b"MONITOR\r\n")
+    await reader.readline()
+
+    async def listen() -> None:
+        while data := await reader.read(65536):
+            heard.extend(data)
+
+    listening = asyncio.create_task(listen())
+    yield heard
+    listening.cancel()
+    writer.close()
+
+
 async def test_a_key_is_nowhere_but_with_its_owner(
     valkey_url: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not in a log of any level, not in an answer, not in Redis."""
+    """Not in a log of any level, not in an answer, not in Redis nor in a command for it."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     logs.configure("debug", True)
@@ -182,7 +204,11 @@ async def test_a_key_is_nowhere_but_with_its_owner(
     monkeypatch.setattr(logging.getLogger("httpx"), "disabled", True)
     answers = ""
     try:
-        async with access_to(valkey_url) as access, serve(valkey_url, require_keys=True) as g:
+        async with (
+            monitor(valkey_url) as commands,
+            access_to(valkey_url) as access,
+            serve(valkey_url, require_keys=True) as g,
+        ):
             key, record = await make(access)
             new, _, _ = await access.rotate_key(record.id, grace_s=60)
             secrets = [key.split("-")[2], new.split("-")[2], "wrong-key-altogether"]
@@ -193,13 +219,14 @@ async def test_a_key_is_nowhere_but_with_its_owner(
             await (await g.worker.pull()).answer("x")
             await access.revoke_key(record.id)
             stored = await everything(g)
+        assert record.id.encode() in commands or "+" in valkey_url
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
     written = capfd.readouterr()
     for secret in secrets:
         assert secret not in written.out + written.err + answers
-        assert secret.encode() not in stored
+        assert secret.encode() not in stored + commands
     assert record.id in written.err and record.digest not in written.err, "the public id is what logs have"
 
 
