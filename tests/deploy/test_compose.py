@@ -16,6 +16,7 @@ import pytest
 
 from shared.settings import CommonSettings, GatewaySettings, TasksSettings, WorkerSettings
 from tests.deploy.chart import ROOT
+from tests.deploy.test_images import bases
 
 CLASSES: dict[str, type[CommonSettings]] = {
     "gateway": GatewaySettings, "tasks": TasksSettings, "worker": WorkerSettings, "worker-gpu": WorkerSettings,
@@ -74,9 +75,21 @@ def test_containers_are_not_root_and_write_only_where_something_is_mounted() -> 
 
 def test_images_are_pinned() -> None:
     for name, service in services("--profile", "*").items():
-        assert re.search(r":v?\d+\.\d+", service["image"]), name
+        assert re.search(r":v?\d+\.\d+\.\d+[\w.-]*$", service["image"]), name
         if "build" in service:
             assert (ROOT / service["build"]["dockerfile"]).is_file()
+
+
+def test_images_of_others_are_those_of_one_file_and_taken_by_digest() -> None:
+    found = services("--profile", "*")
+    digested = {name: f"{image}@sha256:{'0' * 64}" for name, image in bases().items()}
+    pinned = services("--profile", "*", **digested)
+    for expected, shown in ((bases(), found), (digested, pinned)):
+        images = {service["image"] for service in shown.values() if "build" not in service}
+        own = {image for image in images if image.startswith("ropeway/")}
+        assert images - own == set(expected.values()) - {expected["PYTHON_IMAGE"]}
+        built = [service["build"]["args"] for service in shown.values() if "build" in service]
+        assert len(built) == 3 and all(args == {"PYTHON_IMAGE": expected["PYTHON_IMAGE"]} for args in built)
 
 
 def test_every_variable_is_a_setting_and_every_value_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

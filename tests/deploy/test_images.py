@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+import yaml
 
 from shared.settings import GatewaySettings, TasksSettings, WorkerSettings
 from tests.deploy.chart import ROOT
@@ -22,6 +23,12 @@ def lines(path: Path) -> list[str]:
     """Instructions, with those that go on over several lines in one."""
     text = re.sub(r"^\s*#.*\n", "", path.read_text("utf-8"), flags=re.MULTILINE)
     return [line.strip() for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+def bases() -> dict[str, str]:
+    """Images of others, by the variable that names each."""
+    text = (ROOT / "docker" / "bases.env").read_text("utf-8")
+    return dict(line.split("=", 1) for line in text.splitlines() if line and not line.startswith("#"))
 
 
 def lint(path: Path) -> subprocess.CompletedProcess[str]:
@@ -49,6 +56,7 @@ def test_bases_are_pinned_and_processes_get_their_signals(path: Path) -> None:
     instructions = lines(path)
     (base,) = [line.partition("=")[2] for line in instructions if line.startswith("ARG PYTHON_IMAGE=")]
     assert re.fullmatch(r"python:3\.\d+\.\d+-slim-[a-z]+(@sha256:[0-9a-f]{64})?", base)
+    assert base == bases()["PYTHON_IMAGE"]
     stages = {line.split()[3] for line in instructions if line.startswith("FROM ") and " AS " in line}
     for line in (line for line in instructions if line.startswith("FROM ")):
         assert line.split()[1] in stages | {"${PYTHON_IMAGE}"}
@@ -60,6 +68,15 @@ def test_bases_are_pinned_and_processes_get_their_signals(path: Path) -> None:
     assert "CMD [" in health
     assert [line for line in instructions if line.startswith("USER ")] == ["USER 10001:10001"]
     assert 'ENTRYPOINT ["ropeway"]' in instructions
+
+
+def test_images_of_others_have_exact_tags_and_the_chart_has_the_same() -> None:
+    for name, image in bases().items():
+        assert re.fullmatch(r"[a-z/]+:v?\d+\.\d+\.\d+[\w.-]*(@sha256:[0-9a-f]{64})?", image), name
+    values = yaml.safe_load((ROOT / "helm" / "ropeway" / "values.yaml").read_text("utf-8"))
+    redis = values["redis"]["bundled"]["image"]
+    tagged, _, digest = bases()["REDIS_IMAGE"].partition("@")
+    assert (f"{redis['repository']}:{redis['tag']}", redis["digest"]) == (tagged, digest)
 
 
 def test_variables_of_images_are_settings_and_caches_follow_one_value() -> None:
