@@ -410,7 +410,8 @@ def test_another_tenant_sees_nothing(
         other.batches.create(
             input_file_id=batch.input_file_id, endpoint="/v1/chat/completions", completion_window="24h"
         )
-    assert other.files.list().data == [] and other.batches.list().data == []
+    seen = {file.id for file in other.files.list().data} | {found.id for found in other.batches.list().data}
+    assert not seen & {batch.id, batch.input_file_id, batch.output_file_id}
 
 
 def test_files_are_listed_read_and_deleted(client: openai.OpenAI, system: System) -> None:
@@ -472,3 +473,16 @@ def test_batches_that_are_refused(client: openai.OpenAI, changes: dict[str, Any]
     with pytest.raises(openai.BadRequestError) as refused:
         client.batches.create(**fields)
     assert (refused.value.param, refused.value.code) == (param, code)
+
+
+def test_a_prompt_of_another_tenant_is_not_in_the_cache(
+    client: openai.OpenAI, other: openai.OpenAI, tasks: Callable[..., TasksProcess]
+) -> None:
+    tasks()
+
+    def cached(tenant: openai.OpenAI) -> int:
+        batch = until(tenant, create(tenant, [chat("a", "a secret of several whole blocks", max_tokens=1)]))
+        [line] = content(tenant, batch.output_file_id)
+        return int(line["response"]["body"]["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached(client) == 0 and cached(client) > 0 and cached(other) == 0

@@ -13,6 +13,7 @@ import pytest
 from shared.jobs import Owned
 from shared.protocol import ChoiceFrame, ErrorInfo, TokenLogprob, TopLogprob
 from tests.integration.gateway_harness import Event, Gateway, Running, chat, completion, events, serve
+from tests.unit.gateway import support
 
 
 @pytest.fixture
@@ -271,18 +272,28 @@ async def test_echo_puts_the_prompt_in_front(gateway: Gateway) -> None:
     assert (await whole).json()["choices"][0]["text"] == "never stops!"
 
 
-async def test_headers_keep_proxies_from_buffering(gateway: Gateway) -> None:
-    request = gateway.http.build_request("POST", "/v1/chat/completions", json=chat(stream=True))
-    sent = asyncio.create_task(gateway.http.send(request, stream=True))
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", chat()),
+        ("/v1/completions", completion()),
+        ("/v1/responses", {"model": support.MODEL, "input": "x"}),
+    ],
+)
+async def test_headers_keep_proxies_from_buffering(gateway: Gateway, path: str, body: dict[str, Any]) -> None:
+    sent = opening(gateway, path, body)
     job = await gateway.worker.pull()
     await job.answer("x")
-    response = await sent
-    assert response.headers["x-accel-buffering"] == "no"
-    assert response.headers["cache-control"] == "no-cache, no-transform"
-    assert response.headers["content-type"].startswith("text/event-stream")
-    assert "content-encoding" not in response.headers
-    assert response.headers["x-ropeway-job-id"] == job.id
-    await response.aclose()
+    again = [f"/v1/jobs/{job.id}/events"]
+    again += [f"/v1/responses/resp_{job.id}?stream=true"] if "responses" in path else []
+    requests = [gateway.http.build_request("GET", url, headers={"Accept-Encoding": "gzip"}) for url in again]
+    for response in [await sent, *[await gateway.http.send(request, stream=True) for request in requests]]:
+        assert response.headers["x-accel-buffering"] == "no"
+        assert response.headers["cache-control"] == "no-cache, no-transform"
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert "content-encoding" not in response.headers
+        assert response.headers["x-ropeway-job-id"] == job.id
+        await response.aclose()
 
 
 async def test_frames_of_a_second_attempt_go_on(gateway: Gateway) -> None:
