@@ -16,7 +16,10 @@ from shared.webhook_signing import check_secrets
 class CommonSettings(BaseSettings):
     """What every process needs. An unknown `ROPEWAY_` name is not an error: processes share one environment."""
 
-    model_config = SettingsConfigDict(env_prefix="ROPEWAY_", extra="ignore", validate_default=True)
+    # An error's text may end in a log, and the value at fault be a secret.
+    model_config = SettingsConfigDict(
+        env_prefix="ROPEWAY_", extra="ignore", validate_default=True, hide_input_in_errors=True
+    )
 
     redis_url: str = Field(
         "redis://127.0.0.1:6379/0",

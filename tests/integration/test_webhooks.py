@@ -167,6 +167,16 @@ def test_a_tasks_process_that_is_killed_at_it(system: System) -> None:
         server.received[-1].verified(SECRET)
 
 
+def test_a_tasks_process_that_is_told_to_stop_ends_what_it_is_at(system: System) -> None:
+    with receiver(Answer(delay_s=1.0)) as server:
+        job_id = system.submit(server)
+        server.until(lambda: len(server.received) == 1)
+        assert system.started[-1].stop(signal.SIGTERM) == 0
+        assert system.job(job_id)["callback"]["state"] == "delivered"
+        assert len(server.received) == 1
+    system.tasks()
+
+
 def test_killed_again_and_again_none_is_lost(system: System) -> None:
     dice, count = random.Random(3), 40
     answer: Callable[[Received], Answer] = lambda _: Answer(500 if dice.random() < 0.2 else 204)  # noqa: E731
