@@ -221,6 +221,9 @@ def _count_blocks(
     per_token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * model.dtype.itemsize
     block = per_token * config.block_size
     most = config.max_num_seqs * -(-max_model_len // config.block_size)
+    if config.kv_cache_memory_mb is None and (measured := measure(block)) is not None:
+        return min(measured, most)
+    memory = _CPU_CACHE_BYTES if config.kv_cache_memory_mb is None else config.kv_cache_memory_mb * _MIB
     blocks = min(memory // block, most)
     if blocks < 1:
         raise ValueError(f"a KV block takes {block / _MIB:.1f} MiB: more than the KV cache's {memory / _MIB:.0f} MiB")
@@ -228,17 +231,14 @@ def _count_blocks(
 
 
 def _runner(
+    config: EngineConfig,
     model: CausalLM,
-    if config.kv_cache_memory_mb is None and (measured := measure(block)) is not None:
-        return min(measured, most)
-    memory = _CPU_CACHE_BYTES if config.kv_cache_memory_mb is None else config.kv_cache_memory_mb * _MIB
     checkpoint: Checkpoint,
     ops: Ops,
     max_model_len: int,
     adapters: DeviceAdapters | None,
 ) -> ModelRunner:
     tokenizer, size = checkpoint.bundle.tokenizer, config.block_size
-    config: EngineConfig,
 
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)

@@ -101,14 +101,14 @@ class EngineConfig:
             CPU; `reference`: plain torch.
         cpu_kernels: where `kernels` is `auto`. `native`: C++ kernels, built on first use; `torch`: torch's own; `auto`:
             native where they can be used.
-        screen_head: native kernels find greedy tokens by an 8-bit copy of the output matrix, the same tokens faster; it
-            takes a byte for each weight of the matrix.
-        threads: of torch and of the native kernels; None leaves torch's setting.
-        cpu_pinning: CPUs of the native kernels' threads: `none`: wherever the system puts them; `auto`: one each, on
         enforce_eager: record no decodes.
         cudagraph_capture_sizes: batch sizes for which decodes are recorded; larger batches are not. None: 1, 2, 4, then
             steps of 8 up to 256 and of 16 up to `max_num_seqs`.
         async_scheduling: plan and begin a step before the tokens of the last one are known; None: on a GPU.
+        screen_head: native kernels find greedy tokens by an 8-bit copy of the output matrix, the same tokens faster; it
+            takes a byte for each weight of the matrix.
+        threads: of torch and of the native kernels; None leaves torch's setting.
+        cpu_pinning: CPUs of the native kernels' threads: `none`: wherever the system puts them; `auto`: one each, on
             different cores first; or a list such as `0-3,8`. The thread that runs the engine is not pinned.
         map_weights: weights that were packed before are pages of their file in the cache, which all processes share, in
             place of a copy in large pages, which is faster to compute with.
@@ -128,24 +128,24 @@ class EngineConfig:
     long_prefill_token_threshold: int | None = None
     block_size: int = 16
     num_blocks: int | None = None
+    num_gpu_blocks_override: int | None = None
     kv_cache_memory_mb: int | None = None
+    gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     deterministic: bool = False
     enable_lora: bool = False
-    num_gpu_blocks_override: int | None = None
     max_loras: int = 1
-    gpu_memory_utilization: float = 0.9
     max_lora_rank: int = 16
     max_cpu_loras: int | None = None
     kernels: Kernels = "auto"
     cpu_kernels: CpuKernels = "auto"
+    enforce_eager: bool = False
+    cudagraph_capture_sizes: Sequence[int] | None = None
+    async_scheduling: bool | None = None
     screen_head: bool = True
     threads: int | None = None
     cpu_pinning: str = "none"
     map_weights: bool = False
-    enforce_eager: bool = False
-    cudagraph_capture_sizes: Sequence[int] | None = None
-    async_scheduling: bool | None = None
     cache_dir: Path | None = None
 
     def __post_init__(self) -> None:
