@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,20 @@ from tests.support.stored_adapters import write_adapter
 pytestmark = pytest.mark.slow
 
 
+class OneWorker(Stack):
+    """With the port of its first worker's metrics."""
+
+    worker_port = 0
+
+
 @pytest.fixture
-def stack(tmp_path: Path) -> Iterator[Stack]:
-    """Two gateways, a worker with two slots and a tasks process."""
+def stack(tmp_path: Path) -> Iterator[OneWorker]:
+    """A gateway, a worker with two slots and a tasks process."""
     shared: dict[str, Any] = {"adapter_store": str(tmp_path / "store")}
     worker = {"engine": "sim", "enable_lora": "true", "max_loras": 2, "sim_step_ms": 1, **shared}
-    with Stack(**worker) as stack, tasks(stack.redis.url, tmp_path):
+    with OneWorker(**worker) as stack, tasks(stack.redis.url, tmp_path):
         stack.start_gateway(**shared)
-        stack.start_worker()
+        _, stack.worker_port = stack.start_worker()
         stack.wait_ready()
         yield stack
 
@@ -70,6 +77,23 @@ def test_from_upload_to_unload_over_two_gateways(stack: Stack, tmp_path: Path) -
             other.adapter("org/a2")
         client.load_adapter("org/a2", write_adapter(tmp_path / "2", 2), wait_s=60)
         assert text(other, "org/a2") == texts[4]
+
+
+def test_fifty_first_requests_at_once_have_an_adapter_read_once(stack: OneWorker, tmp_path: Path) -> None:
+    question = [{"role": "user", "content": "What is a ropeway?"}]
+
+    def asked(model: str) -> str:
+        answer = client.chat(question, model=model, max_tokens=12, temperature=0, seed=1)
+        return str(answer["choices"][0]["message"]["content"])
+
+    with Client(stack.url) as client, ThreadPoolExecutor(50) as threads:
+        client.load_adapter("sql", write_adapter(tmp_path / "a", 1), wait_s=60)
+        assert client.adapter("sql").state == "registered", "nobody has asked for it yet"
+        texts = list(threads.map(asked, ["sql"] * 50))
+        assert len(set(texts)) == 1 and texts[0] != asked("sim")
+    metrics = httpx.get(f"http://127.0.0.1:{stack.worker_port}/metrics", timeout=60).text
+    (loads,) = (line for line in metrics.splitlines() if line.startswith("ropeway_adapter_loads_total"))
+    assert float(loads.split()[-1]) == 1
 
 
 def test_a_worker_that_is_killed_leaves_its_jobs_their_content(stack: Stack, tmp_path: Path) -> None:
