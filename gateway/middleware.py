@@ -19,6 +19,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.spans import described
 from shared import logs
 from shared.errors import PayloadTooLargeError, RopewayError
+from shared.metrics import exemplar
 from shared.trace_context import carried
 from shared.tracing import NO_SPAN, OFF, Span, Tracing
 
@@ -91,7 +92,7 @@ class RequestScope:
             if status >= 500:
                 span.failed(str(status))
         self._metrics.requests.labels(scope["method"], path, str(status)).inc()
-        self._metrics.request_seconds.labels(path).observe(seconds)
+        self._metrics.request_seconds.labels(path).observe(seconds, exemplar(state["trace"]))
         write = log.debug if path in _PROBES else log.info
         write(
             "http.request",

@@ -51,6 +51,7 @@ async def test_samples_name_the_trace_of_their_request(valkey_url: str) -> None:
         "ropeway_gateway_time_to_first_token_seconds",
         "ropeway_gateway_e2e_request_latency_seconds",
         "ropeway_gateway_queue_time_seconds",
+        "ropeway_http_request_seconds",
     }
     counted = 'ropeway_http_requests_total{method="POST",route="/v1/completions",status="200"} 1.0'
     assert counted in plain.text.splitlines(), "under the very labels that were there as zero"

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from gateway.main import EXIT_SETTINGS, run
+from shared.settings import GatewaySettings
 from shared.trace_context import trace_id
 from tests.integration.gateway_harness import Gateway, chat, completion, events, serve
 from tests.support.otlp import Collector, Spanned
+from tests.support.ports import free_port
 
 ID, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = {"traceparent": f"00-{ID}-{SPAN}-01", "tracestate": "vendor=7"}
@@ -126,3 +131,29 @@ async def test_refusals_and_failures(valkey_url: str, collector: Collector) -> N
     assert first["POST /v1/completions"].attributes["http.response.status_code"] == 400
     assert not first["POST /v1/completions"].failed, "the client's fault is no failure of a server"
     assert second["prepare"].failed and second["prepare"].attributes["error.type"] == "ModelNotFoundError"
+
+
+async def test_a_collector_that_is_dead_is_not_waited_for(valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    async with serve(valkey_url, otlp_traces_endpoint=f"http://127.0.0.1:{free_port()}") as gateway:
+        for _ in range(3):
+            assert (await answered(gateway, "/v1/completions", completion())).startswith("00-")
+        ending = time.monotonic()
+    assert time.monotonic() - ending < 25, "by itself the SDK waits for 30 s"
+
+
+async def test_without_the_extra_all_works(valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    async with serve(valkey_url) as gateway:
+        assert not gateway.services.tracing.on
+        sent_on = await answered(gateway, "/v1/completions", completion(), **PARENT)
+        assert sent_on == PARENT["traceparent"], "the client's context goes on to whoever makes traces"
+
+
+def test_without_the_extra_the_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    monkeypatch.setattr("shared.logs.configure", lambda *_: None)  # of this whole process
+    with pytest.raises(SystemExit) as ended:
+        run(GatewaySettings(otlp_traces_endpoint="http://127.0.0.1:1", port=0))
+    assert ended.value.code == EXIT_SETTINGS

@@ -178,6 +178,21 @@ def test_usage_and_started_and_blocks() -> None:
     assert (stats.prompt_tokens, stats.generated_tokens) == (9, 7)
 
 
+def test_a_preempted_request_says_so_as_soon_as_it_has_a_token_again() -> None:
+    fake = FakeRunner(14, 4, next_token=scripted([9] * 99))
+    engine = make_engine(fake, max_num_seqs=4, watermark=0.0)
+    for number in range(2):
+        engine.add(request(str(number), [1] * 9, max_tokens=30))
+    said: dict[str, list[int]] = {"0": [], "1": []}
+    while engine.has_work():
+        for output in engine.step():
+            if output.choices:
+                said[output.request_id].append(output.preemptions)
+    assert all(numbers == sorted(numbers) for numbers in said.values())
+    again = next(numbers for numbers in said.values() if numbers[-1])
+    assert again[0] == 0 and again.index(again[-1]) < len(again) - 1, "not only in the last one"
+
+
 def test_usage_of_an_output_does_not_change_afterwards() -> None:
     engine = say(words(*"abcdef"))
     engine.add(request(max_tokens=5))

@@ -182,6 +182,16 @@ def test_spans_arrive_at_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (span.trace, span.parent, span.service) == (ID, SPAN, "ropeway-gateway")
 
 
+def test_the_sampler_is_that_of_the_usual_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
+    with Collector() as collector:
+        made = open_tracing(settings(collector.url), "s")
+        with made.span("x", TRACE) as span:
+            assert not span.recording
+        made.close()
+        assert collector.spans == []
+
+
 def test_a_dead_collector_costs_a_warning_and_a_bounded_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
