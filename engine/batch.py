@@ -22,7 +22,7 @@ GROUP_COST = 256
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """What a batch must know of the KV cache. `null_block` is never written and holds zeros.
+    """What a batch must know of the KV cache. `null_block` is nobody's: padding points there, and is finite.
 
     `grouped`: attention wants groups of similar sizes, with masks; else all sequences are one group without.
     `put` brings what a batch is described by to the device, if not each array by itself.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from engine.plan import Launcher, Pending, Runner, Sampled, StepPlan
+from engine.plan import DeviceLostError, Launcher, Pending, Runner, Sampled, StepPlan
 from shared.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ class Passes:
             return None
         try:
             return self._launcher.launch(plan)
+        except DeviceLostError:
+            raise
         except Exception:  # it is computed again, and then the guilty are found
             logger.exception("a forward pass over %d spans did not begin", len(plan.spans))
             return None
@@ -52,6 +54,8 @@ class Passes:
         if flight.pending is not None:
             try:
                 return flight.plan, _complete(flight.plan, flight.pending.result()), True
+            except DeviceLostError:
+                raise
             except Exception:  # as in `compute`
                 logger.exception("a forward pass over %d spans failed on its way", len(flight.plan.spans))
                 sound = False
@@ -64,6 +68,8 @@ class Passes:
             return []
         try:
             return self._run(plan)
+        except DeviceLostError:
+            raise
         except Exception:  # whatever one row makes the model raise must not end the others
             logger.exception("a forward pass over %d spans failed; running them one by one", len(plan.spans))
         answers: Answers = []
@@ -76,6 +82,8 @@ class Passes:
             alone = StepPlan(spans=[span], decodes=int(position < plan.decodes), copies=own)
             try:
                 answers += self._run(alone)
+            except DeviceLostError:
+                raise
             except Exception:  # as above: this one is guilty
                 logger.exception("the forward pass failed for request %s", span.sequence.request_id)
                 answers.append(Sampled(-1, error=EngineError(INTERNAL)))

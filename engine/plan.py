@@ -72,6 +72,10 @@ class Sampled:
     prompt_logprobs: list[LogprobEntry] = field(default_factory=list)
 
 
+class DeviceLostError(Exception):
+    """The device computes nothing more for this process, whatever it is asked: no request's fault, and all ends."""
+
+
 class Runner(Protocol):
     """Owns weights, KV cache and device; knows no policy."""
 
@@ -87,6 +91,9 @@ class Runner(Protocol):
 
         A row whose logits are not finite has its own `error` (EngineError); the other rows are unaffected. Writing the
         same positions twice gives the same cache, so a failed pass may be run again in parts.
+
+        Raises:
+            DeviceLostError: it is of no use to run anything again.
         """
 
 

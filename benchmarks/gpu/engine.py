@@ -1,4 +1,8 @@
-"""Whole passes of the runner on random weights: decodes against the memory's rate, prefills against the products'."""
+"""Whole passes and the whole engine on random weights, against the rates of the memory and of the products.
+
+Decodes are launched kernel by kernel (`eager`) or as recorded graphs (`graph`); the engine then serves requests over
+the latter, waiting for each step (`engine`) or ahead of the device (`engine ahead`).
+"""
 
 from __future__ import annotations
 
@@ -10,23 +14,24 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.gpu.measure import Ceilings, Place, Row
+from benchmarks.gpu.serving import PROMPT, SPARE, Serving
 from engine.adapters.device import DeviceAdapters
 from engine.adapters.targets import targets
 from engine.adapters.weights import Adapter, AdapterPart
+from engine.device.graphs import CudaGraphs, RecordedCalls
+from engine.device.runner import DeviceRunner
 from engine.models.config import ModelConfig
 from engine.models.llama import LlamaModel
 from engine.plan import Span, StepPlan
-from engine.runner import ModelRunner
 from engine.sampler import Sampler
 from engine.sequence import Sequence
 from kernels.ops import Ops
 from shared.sampling import SamplingParams
 
 BLOCK_SIZE = 16
-#: How a pass is launched. The runner will add the replay of captured graphs here, and both are then measured.
-MODES = ("eager",)
+MODES = ("eager", "graph")
 BATCHES, PROMPTS, CONTEXT = (1, 8, 32, 64, 128, 256), (512, 2048, 8192), 1024
-STEPS, RANK = 12, 16
+STEPS, SERVED_STEPS, RANK, ADAPTERS = 12, 40, 16, 4
 
 
 @dataclass(frozen=True)
@@ -79,18 +84,35 @@ def rows(name: str, place: Place, ops: Ops, ceilings: Ceilings) -> Iterator[Row]
     model = TINY if place.tiny else MODELS[name]
     batches, prompts = ((1, 2), (20,)) if place.tiny else (BATCHES, PROMPTS)
     context, steps = place.size(CONTEXT, 18), place.size(STEPS, 1)
-    bench = _Bench(model, place, ops, max(batches) * (context + steps + 3 + BLOCK_SIZE) + max(prompts))
-    for mode in MODES:
-        for adapters in (0, 4):
-            label = f"{name} {mode}{f', {adapters} adapters' if adapters else ''}"
-            for batch in batches if not adapters else (batches[0], batches[-1]):
-                taken = bench.decode(batch, context, steps, adapters)
+    length = max(context + steps + 3, PROMPT + place.size(SERVED_STEPS, 2) + SPARE)
+    bench = _Bench(model, place, ops, batches, length, max(batches) * (length + BLOCK_SIZE) + max(prompts))
+    for adapters in (0, ADAPTERS):
+        some = batches if not adapters else (batches[0], batches[-1])
+        for mode in MODES:
+            label = f"{name} {mode}{_with(adapters)}"
+            for batch in some:
+                taken = bench.decode(batch, context, steps, adapters, eager=mode == "eager")
                 least = bench.bytes_of_decode(batch, context) / ceilings.bytes_s
                 yield _row(name, f"{label}: decode {batch} x {context}", batch, taken, least)
-            for prompt in prompts if not adapters else prompts[-1:]:
-                taken = bench.prefill(prompt, adapters)
-                least = bench.flops_of_prefill(prompt) / ceilings.flops_s
-                yield _row(name, f"{label}: prefill {prompt}", prompt, taken, least)
+        for prompt in prompts if not adapters else prompts[-1:]:
+            taken = bench.prefill(prompt, adapters)
+            least = bench.flops_of_prefill(prompt) / ceilings.flops_s
+            yield _row(name, f"{name} eager{_with(adapters)}: prefill {prompt}", prompt, taken, least)
+    served = place.size(SERVED_STEPS, 2)
+    for adapters in (0, ADAPTERS):
+        for ahead in (False, True):
+            label = f"{name} engine{' ahead' if ahead else ''}{_with(adapters)}"
+            some = (batches[0], batches[-1]) if adapters else batches
+            serving = bench.serving(max(batches), adapters, ahead=ahead)
+            for batch in batches[-1:] if place.tiny else some:
+                taken = serving.decode(batch, served)
+                least = bench.bytes_of_decode(batch, PROMPT + served // 2) / ceilings.bytes_s
+                yield _row(name, f"{label}: decode {batch}", batch, taken, least)
+            serving.close()
+
+
+def _with(adapters: int) -> str:
+    return f", {adapters} adapters" if adapters else ""
 
 
 def _row(section: str, name: str, tokens: int, taken: float, least: float) -> Row:
@@ -101,17 +123,24 @@ def _row(section: str, name: str, tokens: int, taken: float, least: float) -> Ro
 class _Bench:
     """A runner over random weights, and a KV cache for so many tokens."""
 
-    def __init__(self, model: Model, place: Place, ops: Ops, tokens: int) -> None:
+    def __init__(
+        self, model: Model, place: Place, ops: Ops, batches: tuple[int, ...], length: int, tokens: int
+    ) -> None:
         self._model, self._place, config = model, place, model.config()
         decoder = LlamaModel(config, _weights(model, place), ops, place.device, place.dtype, 16384)
-        self._adapters = DeviceAdapters(config, ops, 4, RANK, place.dtype, place.device)
+        self._adapters = DeviceAdapters(config, ops, ADAPTERS, RANK, place.dtype, place.device)
+        self._adapters.reserve()
         blocks = -(-tokens // BLOCK_SIZE)
         sampler = Sampler(ops, lambda text: [])
-        self._runner = ModelRunner(decoder, sampler, ops, blocks, BLOCK_SIZE, self._adapters)
+        self._runner = DeviceRunner(decoder, sampler, ops, blocks, BLOCK_SIZE, self._adapters)
         self._blocks = list(range(blocks))
         random.Random(0).shuffle(self._blocks)
-        for slot in range(4):
-            self._runner.fill_slot(slot, self._adapters.prepare(self._adapter(slot)))
+        found = [self._adapters.prepare(self._adapter(slot)) for slot in range(ADAPTERS)]
+        self._by_name = {adapter.identity: adapter for adapter in found}
+        for slot, adapter in enumerate(found):
+            self._runner.fill_slot(slot, adapter)
+        graphs = CudaGraphs(place.device) if place.device.type == "cuda" else RecordedCalls()
+        self._runner.record(batches, length, ADAPTERS, graphs)
 
     def _adapter(self, slot: int) -> Adapter:
         parts = {
@@ -139,8 +168,14 @@ class _Bench:
             )  # fmt: skip
         return found
 
-    def decode(self, batch: int, context: int, steps: int, adapters: int) -> float:
+    def serving(self, most: int, adapters: int, *, ahead: bool) -> Serving:
+        """An engine over the runner for up to so many requests."""
+        self._runner.eager = False
+        return Serving(self._runner, self._by_name if adapters else {}, most, ahead=ahead)
+
+    def decode(self, batch: int, context: int, steps: int, adapters: int, *, eager: bool) -> float:
         """Seconds of a step, the median of so many, with what the host does for it."""
+        self._runner.eager = eager
         sequences = self._sequences(batch, context, steps + 3, adapters)
         taken: list[float] = []
         for _ in range(steps + 2):

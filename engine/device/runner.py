@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Sizes
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,13 +18,22 @@ from engine.device.sampling import NOT_FINITE, DeviceSampler, needs_host
 from engine.device.staging import Download, Staging
 from engine.logprobs import not_finite
 from engine.models.registry import CausalLM
-from engine.plan import Sampled, Span, StepPlan
+from engine.plan import DeviceLostError, Sampled, Span, StepPlan
 from engine.runner import ModelRunner, PassRows
 from engine.sampler import Sampler
 from engine.sequence import Sequence
 from kernels.ops import Ops
 from kernels.transfer import to_device
 from shared.errors import EngineError
+
+
+@contextmanager
+def _lost_devices() -> Iterator[None]:
+    """An error of the device itself, unlike one of memory, is the end of all that this process does with it."""
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        raise DeviceLostError(f"the device is lost: {error}") from error
 
 
 class LaunchedPass:
@@ -44,7 +55,9 @@ class LaunchedPass:
     def result(self) -> list[Sampled | None]:
         """Wait for it; see `engine.plan.Pending`."""
         answers: list[Sampled | None] = [None] * self._count
-        for index, token in zip(self._sampled, self._download.wait(), strict=True):
+        with _lost_devices():
+            tokens = self._download.wait()
+        for index, token in zip(self._sampled, tokens, strict=True):
             answers[index] = Sampled(None, error=not_finite()) if token == NOT_FINITE else Sampled(token)
         return answers
 
@@ -70,6 +83,9 @@ class DeviceRunner(ModelRunner):
     """A `ModelRunner` that is also an `engine.plan.Launcher`.
 
     The host waits for the device only where a row needs it: see `needs_host`, and the log probabilities of prompts.
+
+    Attributes:
+        eager: leave recorded passes aside.
     """
 
     def __init__(
@@ -85,6 +101,7 @@ class DeviceRunner(ModelRunner):
         self._staging = Staging(model.device)
         self._layout = replace(self._layout, put=self._staging.put)
         self._draws = DeviceSampler(ops, self.vocab_size)
+        self.eager = False
         self._graphs: DecodeGraphs | None = None
         self._last: LaunchedPass | None = None
 
@@ -98,15 +115,22 @@ class DeviceRunner(ModelRunner):
 
     def execute(self, plan: StepPlan) -> list[Sampled | None]:
         """See `engine.plan.Runner.execute`."""
-        return self.launch(plan).result() if plan.spans and self.launches(plan) else super().execute(plan)
+        if plan.spans and self.launches(plan):
+            return self.launch(plan).result()
+        with _lost_devices():
+            return super().execute(plan)
 
     def launches(self, plan: StepPlan) -> bool:
         """See `engine.plan.Launcher.launches`."""
         return not any(span.scored or (span.sample and needs_host(span.sequence)) for span in plan.spans)
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedPass:
         """See `engine.plan.Launcher.launch`."""
+        with _lost_devices(), torch.inference_mode():
+            self._last = self._launch(plan)
+        return self._last
+
+    def _launch(self, plan: StepPlan) -> LaunchedPass:
         spans = plan.spans
         sampling = [span for span in spans if span.sample]
         staged = self._stage(plan)
@@ -121,8 +145,7 @@ class DeviceRunner(ModelRunner):
             if chosen is not None and rows is not None:
                 hidden, slots = hidden.index_select(0, chosen), None if slots is None else slots[rows]
             tokens = self._draws.sample(self._unembed(hidden, slots), draws)
-        self._last = LaunchedPass(spans, tokens, self._model.device)
-        return self._last
+        return LaunchedPass(spans, tokens, self._model.device)
 
     def _pass(self, plan: StepPlan) -> tuple[PassRows, torch.Tensor]:
         staged = self._stage(plan)
@@ -135,7 +158,7 @@ class DeviceRunner(ModelRunner):
         self._copy(plan.copies)
         self._clean(spans)
         self._staging.begin()
-        if self._graphs is not None and self._graphs.serves(plan):
+        if self._graphs is not None and not self.eager and self._graphs.serves(plan):
             order = list(range(len(spans)))
             rows = PassRows(order, None, self._slots(spans, order))
             return _Staged(rows, self._graphs.stage(spans, rows.slots, self._staging), *self._under_way(spans, order))

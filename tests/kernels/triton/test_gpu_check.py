@@ -31,6 +31,9 @@ def test_kernels_and_passes(tmp_path: Path) -> None:
     assert {"us", "gb_s", "share"} <= found["rms_norm 3 x 96"].keys()
     assert {"us", "tokens_s", "share"} <= found["1b eager: decode 2 x 18"].keys()
     assert "1b eager, 4 adapters: prefill 20" in found
+    assert {"1b graph: decode 1 x 18", "1b graph, 4 adapters: decode 2 x 18"} <= found.keys()
+    for label in ("engine", "engine ahead", "engine, 4 adapters", "engine ahead, 4 adapters"):
+        assert found[f"1b {label}: decode 2"]["tokens_s"] > 0
 
 
 @pytest.mark.kernels

@@ -12,7 +12,7 @@ from engine.adapters.request import LoRARequest
 from engine.device.memory import DeviceMemoryError, MemoryReading
 from engine.device.runner import DeviceRunner
 from engine.llm import LLM
-from engine.plan import Sampled, StepPlan
+from engine.plan import DeviceLostError, Sampled, StepPlan
 from shared.sampling import SamplingParams
 from tests.support.peft_adapters import save_adapter
 from tests.support.tiny_llama import save_tiny_model
@@ -113,6 +113,26 @@ def test_a_pass_that_fails_on_its_way_is_computed_again(folder: Path, monkeypatc
     assert outputs[2].error is not None
     assert [list(outputs[index].outputs[0].token_ids) for index in (0, 1, 3)] == expected
     assert len(outputs[2].outputs[0].token_ids) == 3
+
+
+@pytest.mark.parametrize("where", ["DeviceRunner._launch", "Download.wait", "ModelRunner.execute"])
+def test_a_lost_device_ends_the_step_and_blames_no_request(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    llm = make(folder, async_scheduling=True)
+    module = {
+        "Download": "engine.device.staging",
+        "DeviceRunner": "engine.device.runner",
+        "ModelRunner": "engine.runner",
+    }
+
+    def lost(*_: Any) -> None:
+        raise torch.AcceleratorError("told to")
+
+    monkeypatch.setattr(f"{module[where.partition('.')[0]]}.{where}", lost)
+    params = SamplingParams(max_tokens=4, logprobs=1 if where == "ModelRunner.execute" else None)
+    with pytest.raises(DeviceLostError, match="told to"):
+        llm.generate(prompts_of(2), params, use_tqdm=False)
 
 
 def prompts_of(count: int) -> list[dict[str, Any]]:
