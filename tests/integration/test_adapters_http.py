@@ -18,6 +18,7 @@ import redis.asyncio
 from shared import keys
 from shared.adapter_record import PendingLoad
 from shared.errors import ServiceUnavailableError
+from shared.jobs import Publication
 from shared.protocol import WorkerInfo
 from tests.integration.gateway_harness import Gateway, chat, completion, running, serve
 from tests.support.adapter_tasks import TARGETS, A, B, tasks, write_adapter, write_tensors
@@ -351,6 +352,35 @@ async def test_unloading_is_at_once_for_new_jobs_and_never_for_old_ones(gateway:
     assert (await gateway.http.get("/v1/adapters/sql")).json()["in_flight"] == 1
     await (await gateway.worker.pull()).answer("fine")
     assert (await gateway.http.get("/v1/adapters/sql")).status_code == 404
+    assert (await gateway.http.get("/v1/adapters")).json()["data"] == []
+
+
+@pytest.mark.parametrize("state", ["refused", "queued", "running"])
+async def test_a_client_that_goes_away_in_any_state_leaves_the_adapter_free(
+    gateway: Gateway, folder: Path, state: str
+) -> None:
+    await loaded(gateway, "sql", source(folder))
+    if state == "refused":
+        answer = await gateway.http.post("/v1/chat/completions", json=chat(model="sql", max_tokens=10**6))
+        assert answer.status_code == 400
+    else:
+        request = asyncio.create_task(gateway.http.post("/v1/chat/completions", json=chat(model="sql")))
+        async with asyncio.timeout(60):
+            while not await gateway.worker.queued():
+                await asyncio.sleep(0.01)
+        job = None if state == "queued" else await gateway.worker.pull()
+        assert (await gateway.http.get("/v1/adapters/sql")).json()["in_flight"] == 1
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        if job is not None:
+            async with asyncio.timeout(60):
+                while await job.say("more") is not Publication.CANCELLED:
+                    await asyncio.sleep(0.01)
+            await job.finish(status="cancelled")
+    async with asyncio.timeout(60):
+        while (await gateway.http.get("/v1/adapters/sql")).json()["in_flight"]:
+            await asyncio.sleep(0.01)
+    assert (await gateway.http.delete("/v1/adapters/sql")).json()["in_flight"] == 0
     assert (await gateway.http.get("/v1/adapters")).json()["data"] == []
 
 
