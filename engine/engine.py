@@ -366,7 +366,6 @@ class Engine:
         live.usage.completion_tokens += 1
         self._stats.generated_tokens += 1
         output.choices.append(delta)
-        output.preemptions += sequence.preemptions
         if delta.finish_reason is not None:
             self._release(live, sequence)
             if not live.writers:

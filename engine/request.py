@@ -117,8 +117,7 @@ class StepOutput:
         prompt_logprobs: new entries of the prompt, in order: the first of all is of its second token, since nothing is
             known of the first. All have come before any choice has a token.
         error: why it failed; then `finished` is set and no choice carries `stop` or `length` for it.
-        blocks: most KV blocks it held at once.
-        preemptions: how often it gave them back; while it runs, only of the choices that are here.
+        blocks: most KV blocks it held at once; preemptions: how often it gave them back. Both so far.
     """
 
     request_id: str
