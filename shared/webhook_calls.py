@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
 from shared import keys
@@ -78,6 +78,14 @@ class Claimed:
     type: str
     body: bytes
     trace: str
+
+
+@dataclass(slots=True)
+class Claims:
+    """Answer of `claim`. `given_up`: ids of jobs whose webhook was due, and its time over."""
+
+    claimed: list[Claimed] = field(default_factory=list)
+    given_up: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,12 +207,18 @@ def parse_entry(pool: str, lane: int, entry: bytes, fields: Mapping[bytes, bytes
     return OutboxEntry(pool, lane, entry, str(job_id), status, fields.get(b"again") == b"1", deleted)
 
 
-def parse_claims(answer: Any) -> list[Claimed]:
+def parse_claims(answer: Any) -> Claims:
     """The answer of `claim`."""
-    return [
-        Claimed(_text(job_id), int(attempt), _text(url), _text(tenant), _text(kind), body, _text(trace))
-        for job_id, attempt, url, tenant, kind, body, trace in answer
-    ]
+    claims = Claims()
+    for job_id, attempt, *rest in answer:
+        if not rest:
+            claims.given_up.append(_text(job_id))
+            continue
+        url, tenant, kind, body, trace = rest
+        claims.claimed.append(
+            Claimed(_text(job_id), int(attempt), _text(url), _text(tenant), _text(kind), body, _text(trace))
+        )
+    return claims
 
 
 def read(job_id: JobId) -> Call:

@@ -12,7 +12,7 @@ from shared.keys import JobId
 from shared.protocol import FINAL_STATUSES
 from shared.redis_errors import typed
 from shared.scripts import Call
-from shared.webhook_calls import Claimed, Delivery, LaneSurvey, OutboxEntry, Patience, TryOutcome
+from shared.webhook_calls import Claimed, Claims, Delivery, LaneSurvey, OutboxEntry, Patience, TryOutcome
 
 Lane = tuple[str, int]
 
@@ -83,8 +83,8 @@ class Webhooks(JobStore):
         """
         return bool(await self._run(webhook_calls.take(entry, fields, owed_ms, patience)))
 
-    async def claim(self, pool: str, lane: int, most: int, lease_s: float, patience: Patience) -> list[Claimed]:
-        """Take up to so many deliveries whose time has come; one that nothing is heard of comes due after the lease."""
+    async def claim(self, pool: str, lane: int, most: int, lease_s: float, patience: Patience) -> Claims:
+        """Take up to so many deliveries that are due; one that nothing is heard of comes due after the lease."""
         return webhook_calls.parse_claims(await self._run(webhook_calls.claim(pool, lane, most, lease_s, patience)))
 
     async def done(

@@ -158,7 +158,11 @@ class WebhookRun:
             if room <= 0:
                 break
             lease = self._settings.webhook_timeout_s + _LEASE_SLACK_S
-            for claimed in await self._webhooks.claim(pool, lane, room, lease, self._patience):
+            claims = await self._webhooks.claim(pool, lane, room, lease, self._patience)
+            if claims.given_up:
+                await self._webhooks.count({"failed": len(claims.given_up)})
+                _log.warning("webhooks given up: their time is over", job_ids=claims.given_up)
+            for claimed in claims.claimed:
                 begun += await self._begin(claimed)
         return begun
 

@@ -3,7 +3,8 @@
 --
 -- KEYS  1 due  2 owed  3 undelivered
 -- ARGV  1 most deliveries  2 lease in ms  3 ms that the record of one whose time is over is kept
--- Answers {id, attempt, url, tenant, type, body, trace} each; what is missing is false.
+-- Answers {id, attempt, url, tenant, type, body, trace} each, what is missing is false; {id, 0} of one that was given up
+-- here, because its time is over.
 -- include _webhooks.lua
 local most, lease, keep = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 if not (most and lease and keep) then
@@ -18,6 +19,7 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', int(now), 'LIMI
     redis.call('ZREM', KEYS[2], id)
   elseif tonumber(v[2]) > 0 and tonumber(v[3]) <= now then
     end_delivery(record, id, 'failed', now, keep)
+    claimed[#claimed + 1] = { id, 0 }
   else
     redis.call('ZADD', KEYS[1], int(now + lease), id)
     redis.call('HSET', record, 'attempts', int(v[2] + 1), 'last_ms', int(now), 'next_ms', int(now + lease))

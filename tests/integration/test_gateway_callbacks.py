@@ -108,12 +108,12 @@ async def test_it_is_shown_from_the_submit_to_the_delivery(gateway: Gateway, web
     [entry] = await webhooks.entries(support.MODEL, 0, 10)
     await webhooks.take(entry, {"url": URL, "body": b"{}"}, 7, PATIENCE)
     assert (await shown(gateway, job["id"]))["next_attempt_at"] is not None
-    [claimed] = await webhooks.claim(support.MODEL, 0, 1, 60.0, PATIENCE)
+    [claimed] = (await webhooks.claim(support.MODEL, 0, 1, 60.0, PATIENCE)).claimed
     await webhooks.done(claimed, "retry", PATIENCE, status=503, error="it answered 503", delay_s=0.0)
     failing = await shown(gateway, job["id"])
     assert (failing["state"], failing["attempts"], failing["last_status"]) == ("pending", 1, 503)
     assert failing["last_error"] == "it answered 503" and failing["last_attempt_at"]
-    [claimed] = await webhooks.claim(support.MODEL, 0, 1, 60.0, PATIENCE)
+    [claimed] = (await webhooks.claim(support.MODEL, 0, 1, 60.0, PATIENCE)).claimed
     await webhooks.done(claimed, "delivered", PATIENCE, status=200)
     done = await shown(gateway, job["id"])
     assert (done["state"], done["attempts"], done["last_error"], done["next_attempt_at"]) == (

@@ -55,7 +55,7 @@ async def due(webhooks: Webhooks, lane: int = 0) -> str:
     job_id = await ended(webhooks, lane)
     [entry] = await webhooks.entries(POOL, lane, 10)
     await webhooks.take(entry, {"url": URL, "body": b"{}", "type": "job.cancelled"}, entry_ms(entry.entry), PATIENCE)
-    [claimed] = await webhooks.claim(POOL, lane, 1, 60.0, PATIENCE)
+    [claimed] = (await webhooks.claim(POOL, lane, 1, 60.0, PATIENCE)).claimed
     await webhooks.done(claimed, "retry", PATIENCE, status=503, error="it answered 503", delay_s=30.0)
     return job_id
 
@@ -68,7 +68,7 @@ async def given_up(webhooks: Webhooks, lane: int = 0) -> str:
     job_id = await ended(webhooks, lane)
     [entry] = await webhooks.entries(POOL, lane, 10)
     await webhooks.take(entry, {"url": URL, "body": b"{}"}, entry_ms(entry.entry), PATIENCE)
-    [claimed] = await webhooks.claim(POOL, lane, 1, 60.0, PATIENCE)
+    [claimed] = (await webhooks.claim(POOL, lane, 1, 60.0, PATIENCE)).claimed
     await webhooks.done(claimed, "gone", PATIENCE, status=410, error="it answered 410: it wants no more")
     return job_id
 
@@ -102,7 +102,7 @@ async def test_show_before_anything_was_sent(webhooks: Webhooks, valkey_url: str
 async def test_redeliver(webhooks: Webhooks, valkey_url: str) -> None:
     gone = await given_up(webhooks)
     assert (await command(valkey_url, "redeliver", gone)).exit_code == 0
-    assert [claimed.job_id for claimed in await webhooks.claim(POOL, 0, 9, 60.0, PATIENCE)] == [gone]
+    assert [claimed.job_id for claimed in (await webhooks.claim(POOL, 0, 9, 60.0, PATIENCE)).claimed] == [gone]
     waiting = envelope(callback_url=URL)
     await webhooks.submit(waiting)
     answer = await command(valkey_url, "redeliver", waiting.id)

@@ -20,7 +20,7 @@ from shared.jobs import Lease
 from shared.keys import JobId
 from shared.protocol import Card, TokenizerBundle
 from shared.settings import TasksSettings
-from shared.webhook_calls import Delivery
+from shared.webhook_calls import Delivery, Patience
 from shared.webhook_secrets import WebhookSecrets
 from shared.webhook_signing import new_secret
 from shared.webhooks import Webhooks
@@ -172,6 +172,18 @@ async def test_lanes_that_a_pool_has_no_longer(office: Office) -> None:
     job_id = await office.ended("fine.test", lane=7)
     await office.run(FakeSender(fine))
     assert await office.states([job_id]) == {"delivered": 1}
+
+
+async def test_what_is_given_up_without_a_last_word_counts(office: Office) -> None:
+    """Whoever was at its last try has died."""
+    job_id = await office.ended("fine.test")
+    [entry] = await office.webhooks.entries(POOL, 0, 10)
+    await office.webhooks.take(entry, {"url": "https://fine.test/", "body": b"{}"}, 7, Patience(0.001, 60.0))
+    await office.webhooks.claim(POOL, 0, 1, 0.0, Patience(0.001, 60.0))
+    sender = FakeSender(fine)
+    await office.run(sender)
+    assert await office.states([job_id]) == {"failed": 1} and sender.sent == []
+    assert await office.webhooks.counts() == {"failed": 1}
 
 
 async def test_told_to_stop_it_begins_nothing(office: Office) -> None:
