@@ -86,6 +86,10 @@ def test_an_error_never_scales_to_zero() -> None:
         {"pools": {"a": {"pool": "smollm2-135m-instruct"}}},
         {"redis": {"url": "http://redis"}},
         {"prometheus": {"rules": {"runbookUrl": ""}}},
+        {
+            "networkPolicy": {"gatewayFrom": [{"podSelector": {}}]},
+            "prometheus": {"serviceMonitor": {"enabled": True}},
+        },
         {"ingress": {"enabled": True}},
         {"httpRoute": {"enabled": True}},
         {"cache": {"mountPath": "relative"}},
