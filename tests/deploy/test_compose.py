@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from shared.settings import CommonSettings, GatewaySettings, TasksSettings, WorkerSettings
 from tests.deploy.chart import ROOT
@@ -134,3 +135,13 @@ def test_files_that_are_mounted_are_there() -> None:
     for name, service in services("--profile", "*").items():
         for volume in service.get("volumes", []):
             assert volume["type"] != "bind" or Path(volume["source"]).exists(), (name, volume["source"])
+
+
+def test_prometheus_has_the_alerts() -> None:
+    config = yaml.safe_load((ROOT / "docker" / "prometheus" / "prometheus.yml").read_text("utf-8"))
+    mounts = {
+        volume["target"]: Path(volume["source"]) for volume in services("--profile", "*")["prometheus"]["volumes"]
+    }
+    (pattern,) = config["rule_files"]
+    folder, _, names = pattern.rpartition("/")
+    assert [path.name for path in mounts[folder].glob(names)] == ["ropeway.yaml"]
