@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -104,10 +106,13 @@ class DecodeGraphs:
     def capture(self) -> None:
         """Record all passes, the largest first, so that the memory of that one serves the others."""
         began, device = time.monotonic(), self._model.device
-        for size in reversed(self.sizes):
-            for reach in reversed(self._reaches):
-                for adapted in (False, True) if self._adapters is not None else (False,):
-                    self._replay(_Key(size, reach, adapted))
+        kinds = (False, True) if self._adapters is not None else (False,)
+        gc.freeze()  # every capture collects garbage: of that, not of all that has been loaded
+        try:
+            for key in product(reversed(self.sizes), reversed(self._reaches), kinds):
+                self._replay(_Key(*key))
+        finally:
+            gc.unfreeze()
         seconds = time.monotonic() - began
         logger.info(
             "%d decodes recorded on %s in %.1f s: batches of %s", len(self._replays), device, seconds, self.sizes

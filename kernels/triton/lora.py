@@ -133,12 +133,12 @@ class LoraPlan:
     Attributes:
         tiles: [3, count] int32: slot, first of `rows` and number of rows of each; none may be empty.
         rows: [rows] int64, the rows by slot; of a fixed batch also those of the base model, which no tile has.
-        slots: [rows] int64, slot of each of `rows`.
+        slots: [rows] int64, slot of each of `rows`; None for a fixed batch, where hardly any layer asks.
     """
 
     tiles: torch.Tensor
     rows: torch.Tensor
-    slots: torch.Tensor
+    slots: torch.Tensor | None
 
 
 @register("lora_delta", "triton")
@@ -201,7 +201,9 @@ def embed_delta(ids: torch.Tensor, layer: LoraLayer, batch: LoraBatch | FixedRow
     delta = torch.zeros((len(ids), layer.b.shape[2]), dtype=torch.float32, device=ids.device)
     plan, rank = _plan(batch, ids.device), _padded_rank(max_rank)
     low = torch.zeros((1, len(plan.rows), 1, rank), dtype=torch.float32, device=ids.device)
-    low[0, :, 0, :max_rank] = layer.a[plan.slots, 0, ids[plan.rows]]
+    # A row of the base model takes another's, which no tile reads.
+    mine = plan.slots if plan.slots is not None else batch.slots[plan.rows].clamp(min=0)
+    low[0, :, 0, :max_rank] = layer.a[mine, 0, ids[plan.rows]]
     _expand(low, layer, delta, plan)
     return delta
 
@@ -245,7 +247,7 @@ def _padded_rank(max_rank: int) -> int:
 
 def _plan(batch: LoraBatch | FixedRows, device: torch.device) -> LoraPlan:
     if isinstance(batch, FixedRows):
-        return LoraPlan(batch.tiles, batch.order, batch.slots[batch.order].clamp_(min=0))
+        return LoraPlan(batch.tiles, batch.order, None)
     if isinstance(batch.plan, LoraPlan):
         return batch.plan
     of_rows = np.sort(batch.slots[batch.slots >= 0], kind="stable")

@@ -101,10 +101,11 @@ async def test_the_prefix_cache_keeps_adapters_and_base_apart(valkey_url: str, w
         assert len({str(world.alone(world.job(1, x, prompt=40, max_tokens=12))) for x in (None, "a", "b")}) == 3
 
 
-async def test_a_mixed_batch_with_preemption_and_several_choices(valkey_url: str, world: World) -> None:
-    """Jobs of a higher class take blocks and slots from the others, which go on later."""
+@pytest.mark.parametrize("ahead", [False, True])
+async def test_a_mixed_batch_with_preemption_and_several_choices(valkey_url: str, world: World, ahead: bool) -> None:
+    """Jobs of a higher class take blocks and slots from the others, which go on later; in step, and ahead of it."""
     async with harness(valkey_url) as h:
-        await h.worker(**world.worker(num_blocks=60, max_num_seqs=12))
+        await h.worker(**world.worker(num_blocks=60, max_num_seqs=12, async_scheduling=ahead))
         names = [*ADAPTERS, None]
         low = [
             world.job(n, names[n % 5], lane=n % LANES, job_class="batch", n=1 + n % 2, prompt=6 + n, max_tokens=40)
