@@ -75,6 +75,7 @@ def _describe(span: Span, follower: Follower, sent: Sent) -> None:
         {
             "ropeway.job.id": tracks[0].job_id,
             "ropeway.jobs": len(tracks),
+            "ropeway.job.status": tracks[0].status,
             "ropeway.stream.frames": sent.frames,
             "ropeway.stream.bytes": sent.body_bytes,
             "ropeway.stream.last_event": tracks[0].seq,

@@ -56,6 +56,7 @@ async def test_a_stream_is_one_tree(valkey_url: str, collector: Collector) -> No
     assert server.attributes["http.response.status_code"] == 200
     assert server.attributes["ropeway.job.id"] == submit.attributes["messaging.message.id"]
     assert stream.attributes["ropeway.stream.frames"] == 4 and stream.attributes["ropeway.stream.bytes"] > 100
+    assert stream.attributes["ropeway.job.status"] == "completed"
     assert stream.began <= stream.ended <= server.ended
     assert found["prepare"].attributes["ropeway.prompt_tokens"] > 0
     assert {span.trace for span in collector.spans} == {ID}, "a probe is no trace"
