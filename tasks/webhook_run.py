@@ -18,7 +18,7 @@ from typing import Final
 import httpx
 import structlog
 
-from shared.errors import ProtocolError, RopewayError, ServiceUnavailableError
+from shared.errors import ForeignDataError, ProtocolError, RopewayError, ServiceUnavailableError
 from shared.settings import TasksSettings
 from shared.trace_context import NO_TRACE
 from shared.tracing import OFF, Attribute, Tracing
@@ -138,7 +138,7 @@ class WebhookRun:
                     _log.error("webhook lost: nothing is known of its job any more", job_id=entry.job_id)
                     continue
                 await self._webhooks.take(entry, message.fields(), message.owed_ms, self._patience)
-        except ServiceUnavailableError as error:  # full, perhaps: what is sent makes room
+        except RopewayError as error:  # Redis is full, perhaps: what is sent makes room. Or of one lane a key is broken
             _log.warning("webhooks are not taken over now", pool=lane[0], lane=lane[1], error=error.message)
 
     async def _message(self, entry: OutboxEntry) -> Message | None:
@@ -158,7 +158,11 @@ class WebhookRun:
             if room <= 0:
                 break
             lease = self._settings.webhook_timeout_s + _LEASE_SLACK_S
-            claims = await self._webhooks.claim(pool, lane, room, lease, self._patience)
+            try:
+                claims = await self._webhooks.claim(pool, lane, room, lease, self._patience)
+            except ForeignDataError as error:  # it must not keep those of other lanes
+                _log.error("a lane's webhooks do not read", pool=pool, lane=lane, error=error.message)
+                continue
             if claims.given_up:
                 await self._webhooks.count({"failed": len(claims.given_up)})
                 _log.warning("webhooks given up: their time is over", job_ids=claims.given_up)

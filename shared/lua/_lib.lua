@@ -138,7 +138,13 @@ local OWED_MS = 24 * 3600 * 1000
 -- Enter an ended job that owes a webhook into the outbox; answers when the job expires, unless it is taken over before.
 local function owe(job, status, now_ms)
   local outbox, expires_ms = PREFIX .. 'outbox', now_ms + math.max(tonumber(job.retention_ms), OWED_MS)
-  redis.call('HSET', job.key, 'owed', redis.call('XADD', outbox, '*', 'id', job.id, 'status', status))
+  local entry = redis.pcall('XADD', outbox, '*', 'id', job.id, 'status', status)
+  if entry.err then
+    -- What is there was not written here, so it is no outbox.
+    redis.call('DEL', outbox)
+    entry = redis.call('XADD', outbox, '*', 'id', job.id, 'status', status)
+  end
+  redis.call('HSET', job.key, 'owed', entry)
   keep_until(outbox, int(expires_ms))
   return expires_ms
 end

@@ -168,6 +168,19 @@ async def test_what_is_lost_or_does_not_read_holds_nothing_up(office: Office) ->
     assert (await office.webhooks.counts())["lost"] == 2
 
 
+async def test_a_lane_whose_keys_are_broken_holds_up_no_other(office: Office) -> None:
+    broken, ids = await office.ended("fine.test", 0), [await office.ended("fine.test", 1)]
+    parsed = JobId.parse(broken)
+    await office.client.set(keys.webhook(parsed), "x", ex=600)
+    await office.run(FakeSender(fine))
+    assert await office.states(ids) == {"delivered": 1}
+    other = await office.ended("fine.test", 0)
+    await office.client.set(keys.webhooks(POOL, 0, "owed"), "x", ex=600)
+    ids = [await office.ended("fine.test", 1)]
+    await office.run(FakeSender(fine))
+    assert await office.states(ids) == {"delivered": 1} and await office.states([other]) == {"none": 1}
+
+
 async def test_lanes_that_a_pool_has_no_longer(office: Office) -> None:
     job_id = await office.ended("fine.test", lane=7)
     await office.run(FakeSender(fine))

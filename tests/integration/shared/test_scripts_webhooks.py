@@ -249,6 +249,15 @@ async def test_what_somebody_else_wrote_holds_nothing_up(store: JobStore, webhoo
     assert [survey.due for survey in await webhooks.survey([(POOL, 0)])] == [0]
 
 
+async def test_an_outbox_that_is_none_keeps_no_job_from_ending(
+    store: JobStore, webhooks: Webhooks, client: Any
+) -> None:
+    await client.set(keys.outbox(POOL, 0), "x", ex=60)
+    job_id = await completed(store)
+    assert [entry.job_id for entry in await webhooks.entries(POOL, 0, 10)] == [job_id]
+    await check_lane(client, [job_id])
+
+
 async def test_a_survey_sees_outboxes_and_deliveries(store: JobStore, webhooks: Webhooks) -> None:
     assert [(s.owed, s.oldest_ms) for s in await webhooks.survey([(POOL, 0), (POOL, 1)])] == [(0, None)] * 2
     await taken(webhooks, store)
