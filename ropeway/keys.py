@@ -83,12 +83,10 @@ def list_keys(
 def show_key(given: Given, key_id: Id) -> None:
     """Show what is kept of a key, as JSON: not the key."""
 
-    async def find(access: Access) -> tuple[int, ApiKey | None]:
-        return await access.now_ms(), await access.key(key_id)
+    async def find(access: Access) -> tuple[int, ApiKey]:
+        return await access.now_ms(), await access.existing_key(key_id)
 
     now, key = run(given, Access, find)
-    if key is None:
-        fail("no key has this id; see `ropeway keys list --all`")
     out.out(json.dumps(_plain(key, now), indent=2), highlight=False)
 
 

@@ -62,8 +62,16 @@ class Access(JobStore):
     """
 
     async def key(self, key_id: str) -> ApiKey | None:
-        """A key's record, whatever its state."""
-        return await self._one("keys", key_id, ApiKey)
+        """A key's record, whatever its state; None where there is none, also for text that is no id."""
+        # What is no id may be a whole key, which must not get into a command.
+        return await self._one("keys", key_id, ApiKey) if ID_PATTERN.fullmatch(key_id) else None
+
+    async def existing_key(self, key_id: str) -> ApiKey:
+        """A key's record. Raises NotFoundError."""
+        key = await self.key(key_id)
+        if key is None:
+            raise _no_key()
+        return key
 
     async def all_keys(self) -> list[ApiKey]:
         """All keys, the oldest first."""
@@ -158,8 +166,13 @@ class Access(JobStore):
 
     async def forget_terms(self, tenant: str) -> bool:
         """Let a tenant have the settings' limits again. False: it had no terms."""
-        data = await self._ask("HGET", keys.access("tenants"), tenant)
-        return data is not None and await self._write("tenants", [(tenant, data, b"")])
+        for _ in range(_ROUNDS):
+            data = await self._ask("HGET", keys.access("tenants"), tenant)
+            if data is None:
+                return False
+            if await self._write("tenants", [(tenant, data, b"")]):
+                return True
+        raise _busy()
 
     async def _change_key(self, key_id: str, change: Callable[[ApiKey], ApiKey]) -> ApiKey:
         for _ in range(_ROUNDS):
@@ -245,14 +258,14 @@ def _expiry(now_ms: int, seconds: float | None) -> int:
 
 
 def _key_id(text: str) -> str:
-    """Raises NotFoundError for what cannot be an id: a whole key, say, must not get into Redis or a message."""
+    """Raises NotFoundError for what cannot be an id: a whole key must not get into a command or a message."""
     if ID_PATTERN.fullmatch(text) is None:
         raise _no_key()
     return text
 
 
 def _no_key() -> NotFoundError:
-    return NotFoundError("no key has this id; see `ropeway keys list`", param="id")
+    return NotFoundError("no key has this id, which stands between the hyphens of a key; see `ropeway keys list --all`")
 
 
 def _busy() -> ConflictError:
