@@ -79,7 +79,7 @@ class JobEventsResponse(Response):
         if not (self._services.tracing.on and is_sampled(own)):
             return []
         try:
-            return [(await self._services.store.get(self._job_id)).envelope.trace]
+            return [await self._services.store.trace(self._job_id)]
         except RopewayError:  # it has just expired, or does not read: what is sent says so
             return []
 

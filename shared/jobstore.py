@@ -47,6 +47,7 @@ from shared.protocol import (
 )
 from shared.redis_errors import RETRY_AFTER_S, TROUBLE, typed
 from shared.scripts import Call
+from shared.trace_context import Trace
 
 log = structlog.get_logger(__name__)
 
@@ -190,6 +191,13 @@ class JobStore:
         if tenant is None:
             raise JobNotFoundError("no job has this id", param="id")
         return str(tenant.decode(errors="replace"))
+
+    async def trace(self, job_id: str) -> Trace:
+        """The trace context that a job was submitted with. Raises JobNotFoundError, and ProtocolError as `get`."""
+        data = await self._ask("HGET", keys.job(JobId.parse(job_id)), "env")
+        if data is None:
+            raise JobNotFoundError("no job has this id", param="id")
+        return decode(data, Envelope).trace
 
     async def forget(self, pool: str, owner: str, lanes: int) -> int:
         """Delete a worker's consumers where nothing is pending on them.

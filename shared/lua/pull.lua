@@ -66,8 +66,9 @@ local function answer_job(job)
   local epoch, lost_by, since = string.match(fields[2] or '', '^(%d+) (.*) (%d+)$')
   if tonumber(epoch) ~= job.epoch then
     lost_by, since = '', job.waiting_us
-    if job.epoch > 1 then
-      since = (tonumber(string.match(job.entry, '^%d+')) or 0) * 1000
+    local queued_ms = job.epoch > 1 and tonumber(string.match(job.entry, '^%d+'))
+    if queued_ms then
+      since = queued_ms * 1000
     end
   end
   jobs[#jobs + 1] = {
