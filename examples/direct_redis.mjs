@@ -12,6 +12,7 @@
 //     --temperature T    unset: the model's own; 0 takes the likeliest token
 //     --miss-after N     stop listening behind frame N, until the job has gone on
 //     --cut-after N      the same with the connection closed and opened again
+//     --deaf-after N     hear nothing any more, and do not know it
 //     --cancel-after N   cancel behind frame N
 //
 // The answer goes to standard output as it comes; in the end one line of JSON on standard error says what happened.
@@ -30,7 +31,7 @@ import { createClient, RESP_TYPES } from "@redis/client";
 const CONTRACT = "1.0";
 /** Answers of Redis that pass. */
 const PASSING = /^(LOADING|READONLY|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|OOM|MISCONF|NOREPLICAS|BUSY)\b/;
-const FIRST_LOOK_MS = 1000, LAST_LOOK_MS = 15_000, PAGE = 1000;
+const FIRST_LOOK_MS = 1000, LAST_LOOK_MS = 15_000, FRUITLESS = 5, PAGE = 1000;
 
 const { values: options, positionals } = parseArgs({
   allowPositionals: true,
@@ -43,6 +44,7 @@ const { values: options, positionals } = parseArgs({
     temperature: { type: "string" },
     "miss-after": { type: "string" },
     "cut-after": { type: "string" },
+    "deaf-after": { type: "string" },
     "cancel-after": { type: "string" },
   },
 });
@@ -68,8 +70,8 @@ async function patiently(call) {
     try {
       return await call();
     } catch (error) {
-      const lost = ["ECONNREFUSED", "ECONNRESET", "EPIPE"].includes(error.code) || /closed|disconnect/i.test(error.message);
-      if (!lost && !PASSING.test(error.message)) throw error;
+      const lost = ["ECONNREFUSED", "ECONNRESET", "EPIPE"].includes(error.code);
+      if (!lost && !PASSING.test(error.message) && !/closed|disconnect/i.test(error.message)) throw error;
       await sleep(pause);
     }
   }
@@ -117,7 +119,8 @@ function prepare(pool, ids, sampling, { tenant = "default", jobClass = "normal" 
   parts.bucket = Number(hash(tenant) % BigInt(contract.buckets));
   const id = `${pool.name}.${lane}.${unique}`;
   const head = { v: contract.wire_version, model: pool.name, kind: "chat" };
-  const envelope = { ...head, id, tenant, prompt_token_ids: ids, sampling, job_class: jobClass, created_ms: Date.now() };
+  const request = { prompt_token_ids: ids, sampling, job_class: jobClass };
+  const envelope = { ...head, id, tenant, ...request, created_ms: Date.now() };
   return { id, parts, head, envelope, cost: ids.length + sampling.max_tokens, events: key("events", parts) };
 }
 
@@ -144,7 +147,7 @@ function cancel(redis, job) {
   return script(redis, "cancel", keys, [job.id, key("control", job.parts), message]);
 }
 
-/** A job's frames in order, each once: from the channel as long as none is missing, from the log whenever one might be. */
+/** A job's frames in order, each once: from the channel as long as none is missing, from the log where one might be. */
 class Follower {
   seq = 0;
   read = { channel: 0, log: 0 };
@@ -178,18 +181,21 @@ class Follower {
   }
 
   async *frames() {
-    for (let pause = FIRST_LOOK_MS; ; ) {
+    for (let pause = FIRST_LOOK_MS, fruitless = 0; ; ) {
       for await (const [source, frame] of this.#next()) {
-        pause = FIRST_LOOK_MS;
+        [pause, fruitless] = [FIRST_LOOK_MS, 0];
         this.seq = frame.seq;
         this.read[source] += 1;
         yield frame;
         if (frame.kind === "done" || frame.kind === "error") return;
       }
       if (!(await this.#arrival(pause))) {
-        pause = Math.min(2 * pause, LAST_LOOK_MS); // silence: pub/sub promises nothing, the log knows
-        if (!(await patiently(() => this.redis.exists(key("job", this.job.parts))))) throw new Error("the job has expired");
-        this.look();
+        pause = Math.min(2 * pause, LAST_LOOK_MS); // silence: pub/sub promises nothing, the job's hash knows
+        const [status, last] = await patiently(() => this.redis.hmGet(key("job", this.job.parts), ["status", "seq"]));
+        if (status === null) throw new Error("the job has expired");
+        if (Number(last) > this.seq) this.look();
+        else if (contract.final_statuses.includes(status)) fruitless += 1;
+        if (fruitless === FRUITLESS) throw new Error("the last frame is missing");
       }
     }
   }
@@ -231,8 +237,9 @@ class Follower {
 /** Hear nothing for a while, as behind a bad network, until the job has gone on by some frames. */
 async function goDeaf(follower, how) {
   const { redis, subscriber, job, seq } = follower;
-  if (how === "miss-after") await follower.unlisten();
-  else subscriber.destroy();
+  if (how === "cut-after") subscriber.destroy();
+  else await follower.unlisten();
+  if (how === "deaf-after") return;
   for (let last = 0, status = "running"; last < seq + 5 && status === "running"; await sleep(10)) {
     const [state, number] = await redis.hmGet(key("job", job.parts), ["status", "seq"]);
     [status, last] = [state, Number(number)];
@@ -258,7 +265,7 @@ async function main() {
     const follower = new Follower(redis, raw, subscriber, job);
     await follower.listen(); // first: then nothing of the job is missed
     await submit(redis, job);
-    const planned = ["miss-after", "cut-after", "cancel-after"].filter((what) => options[what] !== undefined);
+    const planned = Object.keys(options).filter((name) => name.endsWith("-after"));
     let last, tokens = 0;
     for await (const frame of follower.frames()) {
       for (const choice of frame.choices ?? []) {

@@ -83,6 +83,12 @@ def test_a_lost_connection_loses_nothing(stack: Stack, direct: DirectRedis) -> N
     assert said["tokens"] == said["usage"]["completion_tokens"] and rest
 
 
+def test_silence_is_looked_into(stack: Stack, direct: DirectRedis) -> None:
+    text, said = direct.run(stack.redis.url, PROMPT, *ASK, "--deaf-after", "3")
+    assert text == answer_of(stack, PROMPT)
+    assert said["read"]["channel"] >= 3 and said["read"]["log"] >= 5 and sum(said["read"].values()) == said["frames"]
+
+
 def test_a_job_is_cancelled(stack: Stack, direct: DirectRedis) -> None:
     text, said = direct.run(stack.redis.url, PROMPT, "--max-tokens", "2000", "--seed", "7", "--cancel-after", "4")
     assert said["status"] == "cancelled" and text and said["tokens"] < 2000
