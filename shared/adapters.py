@@ -94,9 +94,7 @@ class Adapters(JobStore):
                     found[field[2:].decode(errors="replace")] += int(value)
         return found
 
-    async def begin(
-        self, name: str, pool: str, pending: PendingLoad, *, replace: bool, most: int = MAX_NAMES
-    ) -> Begun:
+    async def begin(self, name: str, pool: str, pending: PendingLoad, *, replace: bool, most: int = MAX_NAMES) -> Begun:
         """Note that a load is asked for. While it is under way, and if it fails, what the name stands for goes on.
 
         Args:
