@@ -75,11 +75,11 @@ async def test_a_key_opens_what_its_scopes_say_and_is_told_the_scope_that_it_lac
             assert (await g.http.request(method, path)).status_code == (401 if needed is not None else 200)
 
 
-async def test_a_revoked_key_is_closed_at_every_gateway_at_once(valkey_url: str) -> None:
+@pytest.mark.topologies
+async def test_a_revoked_key_is_closed_at_every_gateway_at_once(access: Access, redis_url: str) -> None:
     async with (
-        access_to(valkey_url) as access,
-        serve(valkey_url, **NEVER) as g,
-        running(valkey_url, **NEVER) as (url, _),
+        serve(redis_url, **NEVER) as g,
+        running(redis_url, **NEVER) as (url, _),
         httpx.AsyncClient(base_url=url, timeout=30) as second,
     ):
         key, record = await make(access)
