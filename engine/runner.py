@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -13,6 +12,7 @@ import torch
 from engine.adapters.device import DeviceAdapters
 from engine.adapters.weights import Adapter
 from engine.batch import CacheLayout, build_batch
+from engine.kv_memory import zeros
 from engine.logprobs import score
 from engine.models.registry import CausalLM
 from engine.plan import Sampled, Span, StepPlan
@@ -69,7 +69,7 @@ class ModelRunner:
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, config.vocab_size
         self._model, self._sampler, self._ops = model, sampler, ops
         shape = (config.num_hidden_layers, num_blocks + 1, block_size, 2, config.num_key_value_heads, config.head_dim)
-        self._cache = _zeros(shape, model.dtype, model.device)
+        self._cache = zeros(shape, model.dtype, model.device)
         self._layout = CacheLayout(
             block_size, num_blocks, config.num_key_value_heads, model.dtype, model.device, grouped=wants_groups(ops)
         )
@@ -208,17 +208,6 @@ class ModelRunner:
             last = -(-(span.start + span.count) // self.block_size)
             begun.update(span.sequence.block_table[first:last])
         return begun
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros, because padding may be read and then masked: what was never written must be finite.
-
-    On a CPU memory is taken where it is first written to, in large pages if the system has them: NumPy asks for both.
-    """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    size = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def _some(rows: Ints | None, places: list[int], count: int) -> Ints | None:

@@ -1,0 +1,41 @@
+"""Memory of the KV cache: zeros, each layer in one piece, and layers that reach the ends of large pages in turn."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from engine.kv_memory import zeros
+
+PAGE = 2 * 1024 * 1024
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 4, 2, 2, 8), (30, 90, 16, 2, 1, 32), (3, 90, 32, 2, 3, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_layer_is_contiguous_and_its_own(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    cache = zeros(shape, dtype, CPU)
+    assert cache.shape == shape and cache.dtype == dtype
+    assert all(layer.is_contiguous() for layer in cache.unbind(0))
+    for index, layer in enumerate(cache.unbind(0)):
+        assert not layer.any()
+        layer.fill_(index + 1)
+    assert [float(layer.min()) for layer in cache] == [float(layer.max()) for layer in cache]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 16, 30, 32, 80])
+@pytest.mark.parametrize("blocks", [86, 513])
+def test_layers_come_to_the_end_of_a_page_in_turn(layers: int, blocks: int) -> None:
+    cache = zeros((layers, blocks, 32, 2, 3, 64), torch.bfloat16, CPU)
+    stride = cache.stride(0) * 2
+    assert stride - cache[0].numel() * 2 < PAGE
+    places = sorted(index * stride % PAGE for index in range(layers))
+    gaps = [after - before for before, after in pairwise(places)]
+    assert not gaps or min(gaps) >= PAGE // layers - 4096
+
+
+def test_a_small_one_takes_no_more_than_it_needs() -> None:
+    cache = zeros((4, 8, 4, 2, 1, 8), torch.float32, CPU)
+    assert cache.is_contiguous()
