@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -31,6 +32,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
+#: Modules that between them import what gateway and worker do at their start.
+STARTED = ("ropeway.cli", "gateway.app", "worker.main", "engine.build")
 CHOICES = ("auto", "cpu", "cuda", "default")
 
 #: Its dependencies (a CLI and a compiled runtime) serve another program; Ropeway reads only the GGUF file in it. The
@@ -101,7 +104,7 @@ def parse_report(report: dict[str, Any]) -> Candidate:
 def pip_install(*arguments: str) -> None:
     """Run `pip install` in this environment.
 
-    Bytecode is left to the first import: compiling all of torch and transformers takes longer than fetching them, and
+    Bytecode is left to `compile_started`: compiling all of torch and transformers takes longer than fetching them, and
     most of it is never imported.
 
     Raises:
@@ -110,6 +113,17 @@ def pip_install(*arguments: str) -> None:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-compile", *arguments]
     if subprocess.run(command, check=False).returncode != 0:
         raise InstallError(f"failed: pip install {' '.join(arguments)}")
+
+
+def compile_started() -> None:
+    """Have the bytecode of what a start imports written, so that the first start need not compile it: nor each one,
+    where the environment says that processes write none."""
+    if importlib.util.find_spec("torch") is None:
+        return
+    writing = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-c", f"import {', '.join(STARTED)}"]
+    if subprocess.run(command, cwd=ROOT, env=writing, check=False).returncode != 0:
+        print("install: not all of the project can be imported; starts will be slower", file=sys.stderr)
 
 
 def candidate_of(requirement: str) -> Candidate:
@@ -158,6 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pip_install("--quiet", "--constraint", str(CONSTRAINTS), *editable)
         for name in WITHOUT_DEPENDENCIES:
             pip_install("--quiet", "--no-deps", pin(name))
+        compile_started()
     except InstallError as error:
         print(f"install: {error}", file=sys.stderr)
         return 1

@@ -24,6 +24,28 @@ def install() -> ModuleType:
     return module
 
 
+def test_bytecode_of_a_start_is_written_even_where_processes_write_none(
+    install: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "started.py").write_text("answer = 42\n")
+    monkeypatch.setattr(install, "ROOT", tmp_path)
+    monkeypatch.setattr(install, "STARTED", ("started",))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
+    install.compile_started()
+    assert [file.name for file in (tmp_path / "__pycache__").iterdir()] == [
+        f"started.{sys.implementation.cache_tag}.pyc"
+    ]
+
+
+def test_a_start_that_cannot_be_imported_is_said(
+    install: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(install, "STARTED", ("no_such_module",))
+    install.compile_started()
+    assert "starts will be slower" in capsys.readouterr().err
+
+
 CUDA = ("2.13.0", ("filelock", "nvidia-cublas-cu13==13.1; platform_system == 'Linux'", "triton==3.5"))
 CPU_BY_TAG = ("2.13.0+cpu", ("filelock",))
 CPU_BY_REQUIREMENTS = ("2.13.0", ("filelock", "networkx>=2.5.1"))
