@@ -267,7 +267,7 @@ def open_tracing(settings: CommonSettings, service: str, instance: str | None = 
             ) from error
         log.warning("tracing.off", why=f"the package {error.name} is missing; pip install 'ropeway[otel]'")
         return OFF
-    log.info("tracing.on", endpoint=_without_credentials(endpoint))
+    log.info("tracing.on", endpoint=_place(endpoint))
     return Tracing(provider)
 
 
@@ -319,10 +319,10 @@ def _resource(service: str, instance: str | None) -> Resource:
     return Resource.create({**own, **OTELResourceDetector().detect().attributes})
 
 
-def _without_credentials(url: str) -> str:
+def _place(url: str) -> str:
+    """Of a URL what may be read in a log: path and credentials can be secrets."""
     scheme, _, rest = url.partition("://")
-    host, slash, path = rest.partition("/")
-    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path.partition('?')[0]}"
+    return f"{scheme}://{rest.partition('/')[0].rpartition('@')[2]}"
 
 
 class _Seldom(logging.Filter):
@@ -333,7 +333,9 @@ class _Seldom(logging.Filter):
         self._next = 0.0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Let one line through, then none for a while."""
+        """Let one line through, then none for a while. Errors by their kind: their texts hold the collector's URL."""
+        if isinstance(record.args, tuple):
+            record.args = tuple(type(arg).__name__ if isinstance(arg, Exception) else arg for arg in record.args)
         if record.levelno >= logging.ERROR:
             record.levelno, record.levelname = logging.WARNING, "WARNING"
         now = time.monotonic()

@@ -197,7 +197,7 @@ def test_a_dead_collector_costs_a_warning_and_a_bounded_end(
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
     logging.getLogger(tracing._EXPORTER_LOG).filters.clear()
-    made = open_tracing(settings(f"http://127.0.0.1:{free_port()}"), "s")
+    made = open_tracing(settings(f"http://user:hush@127.0.0.1:{free_port()}/hush/traces"), "s")
     for _ in range(5):
         with made.span("x"):
             pass
@@ -207,6 +207,8 @@ def test_a_dead_collector_costs_a_warning_and_a_bounded_end(
     assert time.monotonic() - began < 20, "the SDK would have waited for 30 s"
     told = [record for record in caplog.records if record.name.startswith("opentelemetry")]
     assert [record.levelname for record in told] == ["WARNING"]
+    assert "ConnectionError" in told[0].getMessage() and "hush" not in caplog.text
+    assert tracing._place("https://user:hush@c:4318/hush/traces?hush=1") == "https://c:4318"
 
 
 MISSING = """
