@@ -91,7 +91,10 @@ class Receiver:
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
+                size = int(self.headers["content-length"])
+                body = self.rfile.read(size)
+                if len(body) < size:  # whoever sent it has died
+                    return
                 names = {name.lower(): value for name, value in self.headers.items()}
                 received = Received(self.path, names, body)
                 receiver.received.append(received)
