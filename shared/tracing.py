@@ -137,9 +137,10 @@ class Tracing:
         links: Sequence[Trace] = (),
     ) -> Span:
         """Begin a span. `links` are traces that it has to do with and does not belong to."""
-        if self._make is None:
+        make = self._make  # another thread may close
+        if make is None:
             return NO_SPAN
-        return self._make.span(name, parent, kind, attributes, links)
+        return make.span(name, parent, kind, attributes, links)
 
     def record(
         self,
@@ -154,9 +155,10 @@ class Tracing:
         failed: str | None = None,
     ) -> Trace:
         """A span of what is over, in Unix nanoseconds; answers the context for its children."""
-        if self._make is None:
+        make = self._make
+        if make is None:
             return parent
-        return self._make.record(name, parent, (began_ns, ended_ns), kind, attributes, moments, failed)
+        return make.record(name, parent, (began_ns, ended_ns), kind, attributes, moments, failed)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Send what is left, for no longer than `timeout_s`; harmless to repeat. Blocks."""
