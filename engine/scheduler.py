@@ -190,7 +190,8 @@ class Scheduler:
         index = 0
         while index < len(self._running):
             sequence = self._running[index]
-            if sequence.length > len(sequence.block_table) * self.pool.block_size and not sequence.ends:
+            size = len(sequence.block_table) * self.pool.block_size
+            if len(sequence.tokens) + sequence.ahead > size and not sequence.ends:
                 while not self.pool.available and sequence.state is SequenceState.RUNNING:
                     if self._must_settle():
                         return
@@ -409,7 +410,7 @@ class Scheduler:
         spans: list[Span] = []
         prefills: list[Sequence] = []
         for sequence in self._running:
-            if sequence.ends:
+            if sequence.ahead and sequence.ends:
                 continue
             if sequence.remaining == 1:
                 spans.append(Span(sequence, sequence.computed, 1, True))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.gpu.measure import Ceilings, Place, Row
-from benchmarks.gpu.serving import PROMPT, SPARE, Serving
+from benchmarks.gpu.serving import SPARE, Serving
 from engine.adapters.device import DeviceAdapters
 from engine.adapters.targets import targets
 from engine.adapters.weights import Adapter, AdapterPart
@@ -31,7 +31,7 @@ from shared.sampling import SamplingParams
 BLOCK_SIZE = 16
 MODES = ("eager", "graph")
 BATCHES, PROMPTS, CONTEXT = (1, 8, 32, 64, 128, 256), (512, 2048, 8192), 1024
-STEPS, SERVED_STEPS, RANK, ADAPTERS = 12, 40, 16, 4
+STEPS, SERVED_STEPS, PROMPT, RANK, ADAPTERS = 12, 40, 32, 16, 4
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ MODELS = {
     "1b": Model("1b", 2048, 8192, 16, 32, 64, 128256, True),
     "8b": Model("8b", 4096, 14336, 32, 32, 128, 128256, False),
 }
-TINY = Model("tiny", 64, 96, 2, 4, 16, 320, True, kv_heads=2)
+TINY = Model("tiny", 64, 96, 1, 4, 16, 320, True, kv_heads=2)
 
 
 def rows(name: str, place: Place, ops: Ops, ceilings: Ceilings) -> Iterator[Row]:
@@ -84,7 +84,8 @@ def rows(name: str, place: Place, ops: Ops, ceilings: Ceilings) -> Iterator[Row]
     model = TINY if place.tiny else MODELS[name]
     batches, prompts = ((1, 2), (20,)) if place.tiny else (BATCHES, PROMPTS)
     context, steps = place.size(CONTEXT, 18), place.size(STEPS, 1)
-    length = max(context + steps + 3, PROMPT + place.size(SERVED_STEPS, 2) + SPARE)
+    served, begin = place.size(SERVED_STEPS, 2), place.size(PROMPT, 4)
+    length = max(context + steps + 3, begin + served + SPARE)
     bench = _Bench(model, place, ops, batches, length, max(batches) * (length + BLOCK_SIZE) + max(prompts))
     for adapters in (0, ADAPTERS):
         some = batches if not adapters else (batches[0], batches[-1])
@@ -98,15 +99,14 @@ def rows(name: str, place: Place, ops: Ops, ceilings: Ceilings) -> Iterator[Row]
             taken = bench.prefill(prompt, adapters)
             least = bench.flops_of_prefill(prompt) / ceilings.flops_s
             yield _row(name, f"{name} eager{_with(adapters)}: prefill {prompt}", prompt, taken, least)
-    served = place.size(SERVED_STEPS, 2)
     for adapters in (0, ADAPTERS):
         for ahead in (False, True):
             label = f"{name} engine{' ahead' if ahead else ''}{_with(adapters)}"
             some = (batches[0], batches[-1]) if adapters else batches
-            serving = bench.serving(max(batches), adapters, ahead=ahead)
+            serving = bench.serving(max(batches), begin, adapters, ahead=ahead)
             for batch in batches[-1:] if place.tiny else some:
                 taken = serving.decode(batch, served)
-                least = bench.bytes_of_decode(batch, PROMPT + served // 2) / ceilings.bytes_s
+                least = bench.bytes_of_decode(batch, begin + served // 2) / ceilings.bytes_s
                 yield _row(name, f"{label}: decode {batch}", batch, taken, least)
             serving.close()
 
@@ -168,10 +168,10 @@ class _Bench:
             )  # fmt: skip
         return found
 
-    def serving(self, most: int, adapters: int, *, ahead: bool) -> Serving:
+    def serving(self, most: int, prompt: int, adapters: int, *, ahead: bool) -> Serving:
         """An engine over the runner for up to so many requests."""
         self._runner.eager = False
-        return Serving(self._runner, self._by_name if adapters else {}, most, ahead=ahead)
+        return Serving(self._runner, self._by_name if adapters else {}, most, prompt, ahead=ahead)
 
     def decode(self, batch: int, context: int, steps: int, adapters: int, *, eager: bool) -> float:
         """Seconds of a step, the median of so many, with what the host does for it."""

@@ -17,16 +17,18 @@ from engine.engine import Engine
 from engine.request import EngineRequest, ModelInfo, StepOutput
 from shared.sampling import SamplingParams
 
-#: Tokens of a prompt, and of an answer besides those that are timed: while others begin, and to warm up.
-PROMPT, SPARE = 32, 16
+#: Tokens of an answer besides those that are timed: while others begin, and to warm up.
+SPARE = 16
 
 
 class Serving:
     """One engine, and requests that all decode."""
 
-    def __init__(self, runner: DeviceRunner, adapters: Mapping[str, Adapter], most: int, *, ahead: bool) -> None:
-        """For up to `most` requests; `ahead` of the device or in step with it."""
-        self._vocab = runner.vocab_size
+    def __init__(
+        self, runner: DeviceRunner, adapters: Mapping[str, Adapter], most: int, prompt: int, *, ahead: bool
+    ) -> None:
+        """For up to `most` requests with `prompt` tokens; `ahead` of the device or in step with it."""
+        self._vocab, self._prompt = runner.vocab_size, prompt
         self._adapters = list(adapters)
         library: AdapterLibrary[Adapter] | None = None
         if adapters:
@@ -48,7 +50,7 @@ class Serving:
         """Seconds of a step in which each of so many requests gets a token; every second one is drawn."""
         rng, ready = random.Random(batch), set()
         for index in range(batch):
-            prompt = [rng.randrange(self._vocab) for _ in range(PROMPT)]
+            prompt = [rng.randrange(self._vocab) for _ in range(self._prompt)]
             adapter = self._adapters[index % len(self._adapters)] if self._adapters else None
             params = SamplingParams(
                 temperature=float(index % 2),
