@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from engine.plan import DeviceLostError, Launcher, Pending, Runner, Sampled, StepPlan
+from engine.plan import Launcher, Pending, Runner, Sampled, StepPlan
+from engine.request import DeviceLostError
 from shared.errors import EngineError
 
 logger = logging.getLogger(__name__)

@@ -72,10 +72,6 @@ class Sampled:
     prompt_logprobs: list[LogprobEntry] = field(default_factory=list)
 
 
-class DeviceLostError(Exception):
-    """The device computes nothing more for this process, whatever it is asked: no request's fault, and all ends."""
-
-
 class Runner(Protocol):
     """Owns weights, KV cache and device; knows no policy."""
 

@@ -221,6 +221,10 @@ class ModelInfo:
     max_lora_rank: int = 0
 
 
+class DeviceLostError(Exception):
+    """The device computes nothing more for this process, whatever it is asked: no request's fault, and all ends."""
+
+
 class EngineProtocol(Protocol):
     """The engine as its callers see it. All calls come from one thread."""
 
@@ -233,7 +237,11 @@ class EngineProtocol(Protocol):
         """
 
     def step(self) -> list[StepOutput]:
-        """One forward pass over the mixed batch. A failing request ends with its error; others go on."""
+        """One forward pass over the mixed batch. A failing request ends with its error; others go on.
+
+        Raises:
+            DeviceLostError: the engine is of no more use.
+        """
 
     def abort(self, request_id: str) -> StepOutput | None:
         """End a request in whatever state it is; its blocks are free at once. None if it is not live.

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 import structlog
 
-from engine.request import PRIORITIES, EngineProtocol, EngineStats, ModelInfo, RequestUsage, StepOutput
+from engine.request import PRIORITIES, DeviceLostError, EngineProtocol, EngineStats, ModelInfo, RequestUsage, StepOutput
 from shared.errors import EngineError, JobExpiredError, RopewayError
 from shared.protocol import ErrorInfo, JobStatus
 from worker.clock import RedisClock
@@ -231,6 +231,8 @@ class EngineLoop(WatchedThread):
         began = time.monotonic()
         try:
             outputs = self._engine.step()
+        except DeviceLostError:
+            raise  # the process ends; its jobs are taken up elsewhere, and the attempt is charged
         except Exception:  # noqa: BLE001 - the engine isolates a request's fault; what still escapes took the whole step with it
             self._step_failed()
             return

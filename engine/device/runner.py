@@ -18,7 +18,8 @@ from engine.device.sampling import NOT_FINITE, DeviceSampler, needs_host
 from engine.device.staging import Download, Staging
 from engine.logprobs import not_finite
 from engine.models.registry import CausalLM
-from engine.plan import DeviceLostError, Sampled, Span, StepPlan
+from engine.plan import Sampled, Span, StepPlan
+from engine.request import DeviceLostError
 from engine.runner import ModelRunner, PassRows
 from engine.sampler import Sampler
 from engine.sequence import Sequence

@@ -12,7 +12,8 @@ from engine.adapters.request import LoRARequest
 from engine.device.memory import DeviceMemoryError, MemoryReading
 from engine.device.runner import DeviceRunner
 from engine.llm import LLM
-from engine.plan import DeviceLostError, Sampled, StepPlan
+from engine.plan import Sampled, StepPlan
+from engine.request import DeviceLostError
 from shared.sampling import SamplingParams
 from tests.support.peft_adapters import save_adapter
 from tests.support.tiny_llama import save_tiny_model

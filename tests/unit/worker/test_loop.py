@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.request import StepOutput
+from engine.request import DeviceLostError, StepOutput
 from engine.sim import SimConfig, SimEngine
 from shared.errors import EngineError
 from shared.protocol import ChoiceFrame
@@ -62,12 +62,14 @@ class Sink:
 
 
 class Faulty(SimEngine):
-    """Raises in `step` so many times."""
+    """Raises in `step` so many times, or says that its device is lost."""
 
     failures = 0
-    broken = False
+    broken = lost = False
 
     def step(self) -> list[StepOutput]:
+        if self.lost:
+            raise DeviceLostError("told to be")
         if self.failures > 0:
             self.failures -= 1
             raise ZeroDivisionError
@@ -207,6 +209,14 @@ def test_a_step_that_raises_twice_ends_the_process(setup: Setup) -> None:
     assert setup.died.wait(20) and setup.fatal == [EXIT_BROKEN]
     setup.loop.close(10)
     assert not any(isinstance(m, Progress) and m.job is second for m in setup.sink.messages)
+
+
+def test_a_lost_device_ends_the_process_and_no_job(setup: Setup) -> None:
+    setup.engine.lost = True
+    job = setup.admit(held())
+    assert setup.died.wait(20) and setup.fatal == [EXIT_BROKEN]
+    setup.loop.close(10)
+    assert not any(isinstance(m, Progress) and m.job is job for m in setup.sink.messages)
 
 
 def test_a_broken_invariant_ends_the_process(setup: Setup) -> None:
