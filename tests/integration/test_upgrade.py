@@ -16,6 +16,8 @@ import openai
 import pytest
 
 from ropeway.client import Client, Event
+from shared import keys
+from shared.keys import JobId
 from shared.protocol import WIRE_VERSION
 from tests.support.other_versions import next_major, next_minor, previous, script_shas
 from tests.support.stack import ROOT, Process, Stack, free_port
@@ -51,8 +53,8 @@ class Both:
         for code, port in ports.items():
             stack.start_gateway(port, code=code, pools=["sim"], log_json=True)
         self.mine, self.other = (Version(code, f"http://127.0.0.1:{port}") for code, port in ports.items())
-        for port in ports.values():
-            stack.wait_ready(port=port)
+        for port in ports.values():  # ready is what a model is known to
+            stack.wait_ready(port=port, path="/health")
 
     @contextlib.contextmanager
     def worker(self, version: Version, **settings: object) -> Iterator[Process]:
@@ -162,7 +164,9 @@ def test_a_stream_goes_on_at_the_other_version(both: Both, way: str, end: signal
         shown = new.wait(job, timeout=120)
         attempts = 1 if end is signal.SIGTERM else 2
         assert (shown.status, shown.text, shown.data["attempts"]) == ("completed", undisturbed, attempts)
-        assert f'"job_id": "{job}"' in staying.text(), "the other version went on with it"
+        with both.stack.redis.client() as redis:
+            epoch = redis.hget(keys.job(JobId.parse(job)), "epoch")
+        assert epoch == b"2", f"the other version went on with it\n{leaving.text()}\n{staying.text()}"
 
 
 def test_jobs_that_one_version_queued_are_run_by_the_other(both: Both) -> None:

@@ -117,8 +117,8 @@ class Stack:
         self.processes.append(process)
         return process, port
 
-    def wait_ready(self, timeout: float = 120, port: int | None = None) -> None:
-        """Until the gateway, or whoever has the port, answers /ready.
+    def wait_ready(self, timeout: float = 120, port: int | None = None, path: str = "/ready") -> None:
+        """Until the gateway, or whoever has the port, answers /ready, or another path, well.
 
         Raises:
             RuntimeError: a process ended, or time is up; the message holds the ends of the logs.
@@ -126,7 +126,7 @@ class Stack:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             try:
-                if httpx.get(f"http://127.0.0.1:{port or self.gateway_port}/ready", timeout=2).status_code == 200:
+                if httpx.get(f"http://127.0.0.1:{port or self.gateway_port}{path}", timeout=2).status_code == 200:
                     return
             except httpx.TransportError:
                 pass
