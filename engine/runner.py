@@ -12,7 +12,7 @@ import torch
 from engine.adapters.device import DeviceAdapters
 from engine.adapters.weights import Adapter
 from engine.batch import CacheLayout, build_batch
-from engine.kv_memory import zeros
+from engine.kv_memory import taken_ahead, zeros
 from engine.logprobs import score
 from engine.models.registry import CausalLM
 from engine.plan import Sampled, Span, StepPlan
@@ -70,6 +70,7 @@ class ModelRunner:
         self._model, self._sampler, self._ops = model, sampler, ops
         shape = (config.num_hidden_layers, num_blocks + 1, block_size, 2, config.num_key_value_heads, config.head_dim)
         self._cache = zeros(shape, model.dtype, model.device)
+        self._ahead = taken_ahead(self._cache)
         self._layout = CacheLayout(
             block_size, num_blocks, config.num_key_value_heads, model.dtype, model.device, grouped=wants_groups(ops)
         )
@@ -106,6 +107,8 @@ class ModelRunner:
         self._copy(plan.copies)
         if self._tainted:
             self._clean(plan.spans)
+        if self._ahead is not None:
+            self._ahead.advance(max(span.sequence.block_table[-1] for span in plan.spans))
         batch = build_batch(plan.spans, self._layout)
         rows = PassRows(batch.order, batch.sample_rows, self._slots(plan.spans, batch.order))
         return rows, self._forward(batch.tokens, batch.positions, batch.attention, self._lora(rows.slots))

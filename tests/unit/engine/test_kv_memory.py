@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 
-from engine.kv_memory import zeros
+from engine.kv_memory import TakenAhead, taken_ahead, zeros
 
 PAGE = 2 * 1024 * 1024
 CPU = torch.device("cpu")
@@ -39,3 +40,43 @@ def test_layers_come_to_the_end_of_a_page_in_turn(layers: int, blocks: int) -> N
 def test_a_small_one_takes_no_more_than_it_needs() -> None:
     cache = zeros((4, 8, 4, 2, 1, 8), torch.float32, CPU)
     assert cache.is_contiguous()
+
+
+def resident() -> int:
+    """Bytes of this process that the system has given memory for."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="Linux says what is resident")
+def test_memory_comes_ahead_of_need_layer_by_layer() -> None:
+    layers, block = 4, 64 * 1024
+    cache = zeros((layers, 256, 16, 2, 2, 512), torch.bfloat16, CPU)
+    assert cache[0, 0].numel() * 2 == block
+    before = resident()
+    ahead = TakenAhead(cache)
+    first = resident() - before
+    assert first >= 0.9 * layers * PAGE
+    ahead.advance(0)  # nothing of the second part is near enough, so it is taken ahead
+    for _ in range(layers - 1):
+        ahead.advance(0)
+    second = resident() - before
+    assert second - first >= 0.5 * layers * PAGE
+    ahead.advance(0)
+    assert resident() - before < second + PAGE
+    assert not cache.any()
+
+
+def test_it_ends_with_the_cache_and_catches_up_with_what_is_used() -> None:
+    cache = zeros((3, 100, 16, 2, 2, 512), torch.bfloat16, CPU)
+    cache.fill_(3.0)
+    ahead = TakenAhead(cache)
+    for block in (5, 70, 71, 72, 73, 99, 99, 99):
+        ahead.advance(block)
+    assert ahead.complete
+    ahead.advance(99)
+    assert bool((cache == 3.0).all())
+
+
+def test_a_small_cache_and_a_device_need_none() -> None:
+    assert taken_ahead(zeros((4, 8, 4, 2, 1, 8), torch.float32, CPU)) is None
+    assert taken_ahead(torch.empty((2, 64, 16, 2, 2, 512), device="meta")) is None
