@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, TypeVar
@@ -116,10 +116,14 @@ class _LiveSpan(Span):
 
 
 class Tracing:
-    """Makes spans; without a provider it makes none."""
+    """Makes spans; without a provider it makes none.
 
-    def __init__(self, provider: TracerProvider | None = None) -> None:
-        self._provider = provider
+    Args:
+        give_up: ends tries to send under way.
+    """
+
+    def __init__(self, provider: TracerProvider | None = None, give_up: Callable[[], None] = lambda: None) -> None:
+        self._provider, self._give_up = provider, give_up
         self._make = None if provider is None else _Maker(provider)
 
     @property
@@ -171,6 +175,7 @@ class Tracing:
         closing.join(timeout_s)
         if closing.is_alive():
             log.warning("tracing.spans_lost", waited_s=timeout_s)
+            self._give_up()
 
 
 OFF: Final = Tracing()
@@ -260,7 +265,7 @@ def open_tracing(settings: CommonSettings, service: str, instance: str | None = 
     if endpoint is None:
         return OFF
     try:
-        provider = _provider(endpoint, service, instance)
+        made = _open(endpoint, service, instance)
     except ModuleNotFoundError as error:
         if settings.otlp_traces_endpoint is not None:
             raise InvalidRequestError(
@@ -270,7 +275,7 @@ def open_tracing(settings: CommonSettings, service: str, instance: str | None = 
         log.warning("tracing.off", why=f"the package {error.name} is missing; pip install 'ropeway[otel]'")
         return OFF
     log.info("tracing.on", endpoint=_place(endpoint))
-    return Tracing(provider)
+    return made
 
 
 def _endpoint(setting: str | None) -> str | None:
@@ -297,8 +302,8 @@ def _endpoint(setting: str | None) -> str | None:
     return endpoint
 
 
-def _provider(endpoint: str, service: str, instance: str | None) -> TracerProvider:
-    """A provider whose sampler, batches, headers and time-outs are those of OpenTelemetry's variables."""
+def _open(endpoint: str, service: str, instance: str | None) -> Tracing:
+    """With a provider whose sampler, batches, headers and time-outs are those of OpenTelemetry's variables."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -307,8 +312,9 @@ def _provider(endpoint: str, service: str, instance: str | None) -> TracerProvid
     if not any(isinstance(known, _Seldom) for known in exporter_log.filters):
         exporter_log.addFilter(_Seldom())
     provider = TracerProvider(resource=_resource(service, instance), shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
-    return provider
+    exporter = OTLPSpanExporter(endpoint=endpoint)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return Tracing(provider, exporter.shutdown)
 
 
 def _resource(service: str, instance: str | None) -> Resource:

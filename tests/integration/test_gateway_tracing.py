@@ -13,7 +13,7 @@ from gateway.main import EXIT_SETTINGS, run
 from shared.settings import GatewaySettings
 from shared.trace_context import trace_id
 from tests.integration.gateway_harness import Gateway, chat, completion, events, serve
-from tests.support.otlp import Collector, Spanned
+from tests.support.otlp import Collector, Spanned, until_given_up
 from tests.support.ports import free_port
 
 ID, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -141,6 +141,7 @@ async def test_a_collector_that_is_dead_is_not_waited_for(valkey_url: str, monke
             assert (await answered(gateway, "/v1/completions", completion())).startswith("00-")
         ending = time.monotonic()
     assert time.monotonic() - ending < 25, "by itself the SDK waits for 30 s"
+    await asyncio.to_thread(until_given_up)
 
 
 async def test_without_the_extra_all_works(valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

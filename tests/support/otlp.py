@@ -36,6 +36,14 @@ class Spanned:
     resource: dict[str, Any] = field(default_factory=dict)
 
 
+def until_given_up() -> None:
+    """Wait until no thread of this process tries to send: they draw random numbers, which Hypothesis notices."""
+    until = time.monotonic() + PATIENCE_S
+    while any(thread.name.startswith(("Otel", "tracing-")) for thread in threading.enumerate()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def _value(value: Any) -> Any:
     kind = value.WhichOneof("value")
     if kind == "array_value":

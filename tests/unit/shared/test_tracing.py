@@ -21,7 +21,7 @@ from shared.metrics import exemplar
 from shared.settings import CommonSettings
 from shared.trace_context import carried, is_sampled, trace_id
 from shared.tracing import NO_SPAN, OFF, Moment, Tracing, open_tracing
-from tests.support.otlp import Collector
+from tests.support.otlp import Collector, until_given_up
 from tests.support.ports import free_port
 
 ID, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -205,6 +205,7 @@ def test_a_dead_collector_costs_a_warning_and_a_bounded_end(
     began = time.monotonic()
     made.close(1.0)
     assert time.monotonic() - began < 20, "the SDK would have waited for 30 s"
+    until_given_up()
     told = [record for record in caplog.records if record.name.startswith("opentelemetry")]
     assert [record.levelname for record in told] == ["WARNING"]
     assert "ConnectionError" in told[0].getMessage() and "hush" not in caplog.text
