@@ -28,7 +28,8 @@ class BatchKeeper:
 
     def __init__(self, batches: Batches, files: FileStore, queue: TaskQueue, retention_s: float) -> None:
         self._batches, self._files, self._queue, self._retention_s = batches, files, queue, retention_s
-        self._missed: dict[str, float] = {}
+        # Of batches that nobody is at: the number of the slice that should be, and since when it is missed.
+        self._missed: dict[str, tuple[int, float]] = {}
 
     async def round(self) -> None:
         """Go on with batches that nobody is at."""
@@ -38,7 +39,7 @@ class BatchKeeper:
                 await self._look_after(batch_id)
             except ForeignDataError as error:  # it must not keep the others waiting
                 log.error("batch passed over", batch=batch_id, error=error.message)
-        self._missed = {name: since for name, since in self._missed.items() if name in ids}
+        self._missed = {name: missed for name, missed in self._missed.items() if name in ids}
 
     async def overview(self) -> BatchesOverview:
         """All batches together, for metrics."""
@@ -63,7 +64,10 @@ class BatchKeeper:
         if await self._batches.is_running(batch_id) or await self._waits(record):
             self._missed.pop(batch_id, None)
             return
-        if time.monotonic() - self._missed.setdefault(batch_id, time.monotonic()) < _ABANDONED_S:
+        now = time.monotonic()
+        if self._missed.get(batch_id, (-1, now))[0] != record.slices:
+            self._missed[batch_id] = record.slices, now
+        if now - self._missed[batch_id][1] < _ABANDONED_S:
             return
         del self._missed[batch_id]
         deaths = await self._batches.count_death(batch_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -201,3 +202,23 @@ async def test_a_batch_that_kills_whoever_is_at_it_is_given_up(
     failed = await batches.batch(record.id)
     assert failed.status == "failed" and [fault.code for fault in failed.faults] == ["task_died"]
     assert await batches.open_batches() == []
+
+
+async def test_a_batch_whose_slices_change_hands_is_not_abandoned(
+    batches: Batches, tmp_path: Path, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter(range(0, 1000, 2))  # seconds: each look is two later, an abandoned slice is one of three
+    monkeypatch.setattr("tasks.batch_keeper.time", SimpleNamespace(monotonic=lambda: next(now)))
+    record = a_batch()
+    await batches.add_batch(record)
+    queue = TaskQueue(valkey_url, 60)
+    keeper = BatchKeeper(batches, FileStore(str(tmp_path)), queue, 60)
+    for slices in range(1, 6):  # always looked at where nobody is at it for a moment, each time at another task's turn
+        await keeper.round()
+        assert (await batches.batch(record.id)).slices == slices - 1
+        await batches.change(record.id, lambda held, slices=slices: replace(held, slices=slices))
+    for _ in range(3):  # and now nobody comes
+        await keeper.round()
+    assert (await batches.batch(record.id)).slices == 6
+    assert await asyncio.to_thread(queue.batch_waits, record.id, 6)
+    queue.close()
