@@ -11,6 +11,7 @@ import pytest
 
 from gateway import stream_tokens
 from tests.integration.gateway_harness import Gateway, chat, running, serve
+from tests.support.logged import logged
 from tests.support.redis_topology import raw_client
 
 KEYS: dict[str, Any] = {"api_keys": ["the-key"]}
@@ -115,14 +116,15 @@ async def test_gateways_know_each_others_tokens_by_a_setting_or_by_redis(
 
 
 async def test_tokens_are_in_no_log(redis_url: str, capfd: pytest.CaptureFixture[str]) -> None:
-    async with serve(redis_url, log_level="debug", **KEYS) as g:
-        job_id = await submit(g)
-        made = await token(g, job_id)
-        job = await g.worker.pull()
-        reader = asyncio.create_task(g.http.get(made["url"]))
-        await job.answer("x")
-        assert (await reader).status_code == 200
-        await g.http.get(made["url"].replace(job_id, job_id[:-1]))
+    with logged("debug"):
+        async with serve(redis_url, **KEYS) as g:
+            job_id = await submit(g)
+            made = await token(g, job_id)
+            job = await g.worker.pull()
+            reader = asyncio.create_task(g.http.get(made["url"]))
+            await job.answer("x")
+            assert (await reader).status_code == 200
+            await g.http.get(made["url"].replace(job_id, job_id[:-1]))
     output = capfd.readouterr()
     assert made["token"] not in output.out + output.err
     assert "http.request" in output.out + output.err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
@@ -14,11 +13,11 @@ import httpx
 import pytest
 
 from gateway import main
-from shared import logs
 from shared.errors import ServiceUnavailableError
 from shared.protocol import ErrorInfo
 from shared.settings import GatewaySettings
 from tests.integration.gateway_harness import Gateway, chat, completion, serve
+from tests.support.logged import logged
 from tests.support.ports import free_port
 from tests.support.redis_server import RedisServer
 from tests.support.redis_topology import raw_client
@@ -381,13 +380,7 @@ async def test_no_prompt_output_or_key_in_logs(
     valkey_url: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, log_level: str, word: str
 ) -> None:
     """At debug level no key, which are the words with a hyphen. Redis sees neither prompts nor keys."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    logs.configure(log_level, True)
-    for foreign in ("httpcore", "asyncio"):
-        monkeypatch.setattr(logging.getLogger(foreign), "propagate", False)
-    monkeypatch.setattr(logging.getLogger("httpx"), "disabled", True)  # the client's own log, in this process too
-    try:
+    with logged(log_level):
         async with serve(valkey_url, api_keys=["sesame-key"]) as gateway:
             headers = {"Authorization": "Bearer sesame-key"}
             for body in (chat("sesame prompt"), chat("sesame prompt", stream=True)):
@@ -407,9 +400,6 @@ async def test_no_prompt_output_or_key_in_logs(
             await crash(gateway, chat("sesame prompt"), headers, monkeypatch)
             await fail(gateway, chat("sesame prompt", stop=["sesame stop"]), headers)
             stored = await everything(gateway)
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
     written = capfd.readouterr()
     for event in ("http.request", "request.internal_error", "job.failed"):
         assert event in written.err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -14,13 +13,14 @@ import msgspec
 import pytest
 
 from gateway.scopes import TABLE
-from shared import keys, logs
+from shared import keys
 from shared.access import Access
 from shared.batch_record import encode
 from shared.errors import NotFoundError
 from tests.integration.gateway_harness import running, serve
 from tests.integration.test_gateway_http import everything
 from tests.support.keys import NEVER, access_to, bearer, make, submit, until
+from tests.support.logged import logged
 from tests.support.redis_server import RedisServer
 from tests.unit.gateway import support
 
@@ -196,14 +196,8 @@ async def test_a_key_is_nowhere_but_with_its_owner(
     valkey_url: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not in a log of any level, not in an answer, not in Redis nor in a command for it."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    logs.configure("debug", True)
-    for foreign in ("httpcore", "asyncio"):
-        monkeypatch.setattr(logging.getLogger(foreign), "propagate", False)
-    monkeypatch.setattr(logging.getLogger("httpx"), "disabled", True)
     answers = ""
-    try:
+    with logged("debug"):
         async with (
             monitor(valkey_url) as commands,
             access_to(valkey_url) as access,
@@ -220,9 +214,6 @@ async def test_a_key_is_nowhere_but_with_its_owner(
             await access.revoke_key(record.id)
             stored = await everything(g)
         assert record.id.encode() in commands or "+" in valkey_url
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
     written = capfd.readouterr()
     for secret in secrets:
         assert secret not in written.out + written.err + answers
