@@ -26,7 +26,7 @@ class PeerError(RuntimeError):
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a child: that of this process, but without what the engine sets for itself on import."""
-    kept = {key: value for key, value in os.environ.items() if key not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    kept = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
     return kept | dict(extra or {})
 
 

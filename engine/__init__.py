@@ -5,8 +5,4 @@ import os
 # Threads that spin at the end of a parallel region starve the thread they wait for as soon as another process needs a
 # core: beside one busy process, two threads on two cores keep 0.75 of their speed when they sleep and 0.3 when they
 # spin; alone, sleeping costs 0.15 to 0.2 of it. OpenMP reads this once, when torch is loaded, so it is set before that.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    # A pass of torch's kernels over one token has some 200 parallel regions, a few microseconds apart. Not to wake a
-    # sleeper for each of them, threads look out for the next one for some 27 us first. GNU's runtime alone reads this.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
