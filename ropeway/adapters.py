@@ -9,11 +9,9 @@ from typing import Annotated, Any, TypeVar
 
 import httpx
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from ropeway.client import Adapter, APIError, Client
-from ropeway.console import err, fail, fits, indented, out
+from ropeway.console import err, fail, out, show_rows
 
 T = TypeVar("T")
 
@@ -26,8 +24,6 @@ ApiKey = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
 Name = Annotated[str, typer.Argument(help="Name of the adapter.")]
 _URL = "http://127.0.0.1:8000"
-#: Least width of the column of errors.
-_ERROR_COLUMNS = 24
 
 
 @adapters.command("list")
@@ -36,8 +32,6 @@ def list_adapters(url: Url = _URL, api_key: ApiKey = None, as_json: Json = False
     found = _run(url, api_key, lambda client: client.adapters())
     if as_json:
         _print([adapter.data for adapter in found])
-    elif not found:
-        out.print("no adapters")
     else:
         _show(found)
 
@@ -99,25 +93,12 @@ def unload_adapter(name: Name, url: Url = _URL, api_key: ApiKey = None) -> None:
 
 
 def _show(found: Sequence[Adapter]) -> None:
-    errors = any(adapter.error for adapter in found)
-    if fits(_table(found, errors=False), _ERROR_COLUMNS if errors else 0):
-        out.print(_table(found, errors))
-        return
-    for adapter in found:  # a name that is folded cannot be copied
-        out.print(f"{adapter.name}: {adapter.state}", style="bold", markup=False, soft_wrap=True)
-        out.print(indented(_in_words(adapter)), markup=False, soft_wrap=True)
-
-
-def _table(found: Sequence[Adapter], errors: bool) -> Table:
-    table = Table("adapter", "base model", "state", "version", "rank", "MB", "in flight")
-    for column in table.columns:
-        column.no_wrap = True
-    if errors:
-        table.add_column("error", overflow="fold")
+    columns = ["adapter", "base model", "state", "version", "rank", "MB", "in flight"]
+    rows = []
     for adapter in found:
         data = adapter.data
         size = data.get("bytes")
-        cells = [
+        row = [
             adapter.name + (" (pinned)" if data.get("pinned") else ""),
             adapter.base_model,
             adapter.state,
@@ -126,16 +107,11 @@ def _table(found: Sequence[Adapter], errors: bool) -> Table:
             "" if size is None else f"{size / 1e6:.1f}",
             str(data["in_flight"]),
         ]
-        table.add_row(*map(escape, [*cells, adapter.error or ""] if errors else cells))
-    return table
-
-
-def _in_words(adapter: Adapter) -> str:
-    data = adapter.data
-    parts = ["pinned" if data.get("pinned") else "", f"on {adapter.base_model}", f"version {data['version']}"]
-    parts += [f"rank {data['rank']}" if data.get("rank") else ""]
-    parts += ["" if data.get("bytes") is None else f"{data['bytes'] / 1e6:.1f} MB", f"{data['in_flight']} in flight"]
-    return ", ".join(filter(None, parts)) + (f"; {adapter.error}" if adapter.error else "")
+        rows.append(row)
+    errors = [adapter.error or "" for adapter in found]
+    if any(errors):
+        columns, rows = [*columns, "error"], [[*row, error] for row, error in zip(rows, errors, strict=True)]
+    show_rows(columns, rows, "no adapters", prose=any(errors))
 
 
 def _of_the_hub(source: str) -> str:

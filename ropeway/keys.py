@@ -9,11 +9,10 @@ from datetime import date, timedelta
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from ropeway.console import EXIT_USAGE, err, fail, out
+from ropeway.console import EXIT_USAGE, err, fail, out, show_rows
 from ropeway.options import Given, with_settings
-from ropeway.redis_commands import run, show, time_text
+from ropeway.redis_commands import run, time_text
 from shared.access import Access
 from shared.api_keys import ApiKey
 from shared.settings import CommonSettings
@@ -70,12 +69,12 @@ def list_keys(
     if as_json:
         out.out(json.dumps([_plain(key, now) for key in found], indent=2), highlight=False)
         return
-    table = Table("key", "tenant", "scopes", "name", "state", "created", "expires")
+    rows = []
     for key in found:
         expires = time_text(key.expires_ms) if key.expires_ms else "never"
         row = (key.id, key.tenant, " ".join(key.scopes), key.name, key.state(now), time_text(key.created_ms), expires)
-        table.add_row(*row)
-    show(table, [key.id for key in found], "no keys")
+        rows.append(row)
+    show_rows(("key", "tenant", "scopes", "name", "state", "created", "expires"), rows, "no keys")
 
 
 @keys.command("show")
@@ -139,11 +138,12 @@ def show_usage(
         plain = [dataclasses.asdict(row) | {"day": row.day.isoformat()} for row in rows]
         out.out(json.dumps(plain, indent=2), highlight=False)
         return
-    table = Table("day", "tenant", "key", "model", "requests", "prompt", "cached", "completion")
+    texts = []
     for row in rows:
         counts = (row.requests, row.prompt_tokens, row.cached_tokens, row.completion_tokens)
-        table.add_row(row.day.isoformat(), row.tenant, row.key, row.model, *map(str, counts))
-    show(table, [row.day.isoformat() for row in rows], "nothing was used")
+        texts.append((row.day.isoformat(), row.tenant, row.key, row.model, *map(str, counts)))
+    columns = ("day", "tenant", "key", "model", "requests", "prompt", "cached", "completion")
+    show_rows(columns, texts, "nothing was used")
 
 
 def _print_new(secret: str, key: ApiKey, as_json: bool) -> None:

@@ -9,11 +9,10 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.table import Table
 
-from ropeway.console import EXIT_USAGE, fail, out
+from ropeway.console import EXIT_USAGE, fail, out, show_rows
 from ropeway.options import Given, with_settings
-from ropeway.redis_commands import run, show, time_text
+from ropeway.redis_commands import run, time_text
 from shared.errors import ProtocolError
 from shared.jobs import DeadLetter, LaneLoad
 from shared.protocol import Envelope, decode
@@ -61,11 +60,11 @@ def list_dead(
     if as_json:
         out.out(json.dumps([_plain(letter) for letter in letters], indent=2), highlight=False)
         return
-    table = Table("job", "buried", "attempts", "reason", "error")
+    rows = []
     for letter in letters:
         error = letter.error.message if letter.error is not None else ""
-        table.add_row(letter.job_id, time_text(letter.buried_ms), str(letter.attempts), letter.reason, error)
-    show(table, [letter.job_id for letter in letters], "no dead letters")
+        rows.append((letter.job_id, time_text(letter.buried_ms), str(letter.attempts), letter.reason, error))
+    show_rows(("job", "buried", "attempts", "reason", "error"), rows, "no dead letters", prose=True)
 
 
 @dead.command("show")
@@ -148,17 +147,17 @@ def list_pools(given: Given, as_json: Json = False) -> None:
     if as_json:
         out.out(json.dumps([dataclasses.asdict(state) for state in states], indent=2), highlight=False)
         return
-    table = Table("pool", "state", "workers", "queued", "running")
-    for state in states:
-        jobs = state.load
-        table.add_row(
+    rows = [
+        (
             state.name,
             "paused" if state.paused else "on",
             str(state.workers),
-            f"{jobs.queued_jobs} jobs, {jobs.queued_tokens} tokens",
-            f"{jobs.running_jobs} jobs, {jobs.running_tokens} tokens",
+            f"{state.load.queued_jobs} jobs, {state.load.queued_tokens} tokens",
+            f"{state.load.running_jobs} jobs, {state.load.running_tokens} tokens",
         )
-    show(table, [state.name for state in states], "no pools")
+        for state in states
+    ]
+    show_rows(("pool", "state", "workers", "queued", "running"), rows, "no pools")
 
 
 @pool.command("pause")

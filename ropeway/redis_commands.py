@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import TypeVar
 
-from rich.table import Table
-
-from ropeway.console import EXIT_USAGE, err, fail, out
+from ropeway.console import EXIT_USAGE, err, fail
 from ropeway.embedded import EmbeddedRedisError, default_data_dir, serving_url
 from ropeway.options import Given, build
 from shared.connect import connect
@@ -21,9 +19,6 @@ from shared.settings import CommonSettings
 
 S = TypeVar("S", bound=JobStore)
 T = TypeVar("T")
-
-#: Least width of all columns but the first.
-_OTHER_COLUMNS = 60
 
 
 def run(given: Given, store: type[S], call: Callable[[S], Awaitable[T]]) -> T:
@@ -56,16 +51,6 @@ def _redis_url(settings: CommonSettings) -> str:
                 err.print(f"ropeway: in the Redis of `ropeway serve`, {url}", markup=False, soft_wrap=True)
                 return url
     return settings.redis_url
-
-
-def show(table: Table, names: Sequence[str], nothing: str) -> None:
-    """Print a table whose first column has names that other commands take: whole, however narrow the terminal is."""
-    if not names:
-        out.print(nothing)
-        return
-    table.columns[0].no_wrap = True
-    out.width = max(out.width, max(map(len, names)) + _OTHER_COLUMNS)
-    out.print(table)
 
 
 def time_text(unix_ms: int) -> str:

@@ -7,11 +7,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
-from rich.table import Table
 
-from ropeway.console import EXIT_USAGE, fail, out
+from ropeway.console import EXIT_USAGE, fail, out, show_rows
 from ropeway.options import Given, with_settings
-from ropeway.redis_commands import run, show
+from ropeway.redis_commands import run
 from shared.access import Access
 from shared.settings import CommonSettings
 from shared.tenant_terms import NO_LIMIT, TenantTerms
@@ -96,12 +95,13 @@ def list_tenants(given: Given, as_json: Json = False) -> None:
     if as_json:
         out.out(json.dumps([_plain(terms) for terms in found], indent=2), highlight=False)
         return
-    table = Table("tenant", "requests/min", "tokens/min", "queued jobs", "queued tokens", "weight", "models", "class")
+    rows = []
     for terms in found:
         limits = (str(_shown(getattr(terms, field))) for field in _LIMITS)
         models = "all" if terms.models is None else " ".join(terms.models) or "none"
-        table.add_row(terms.name, *limits, f"{terms.weight:g}", models, terms.max_class)
-    show(table, [terms.name for terms in found], "no tenants")
+        rows.append((terms.name, *limits, f"{terms.weight:g}", terms.max_class, models))
+    columns = ("tenant", "requests/min", "tokens/min", "queued jobs", "queued tokens", "weight", "class", "models")
+    show_rows(columns, rows, "no tenants", prose=True)
 
 
 @tenants.command("reset")

@@ -6,11 +6,10 @@ import json
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from ropeway.console import EXIT_USAGE, err, fail, out
+from ropeway.console import EXIT_USAGE, err, fail, out, show_rows
 from ropeway.options import Given, build, with_settings
-from ropeway.redis_commands import run, show, time_text
+from ropeway.redis_commands import run, time_text
 from shared.errors import JobNotFoundError, NotFoundError
 from shared.protocol import FINAL_STATUSES
 from shared.settings import CommonSettings, TasksSettings
@@ -50,12 +49,15 @@ def list_webhooks(
     if as_json:
         out.out(json.dumps([_plain(delivery) for delivery in found], indent=2), highlight=False)
         return
-    table = Table("job", "state", "tries", "last answer", "next try", "host")
+    rows = []
     for delivery in found:
         last = delivery.last_error or ("" if delivery.last_status is None else str(delivery.last_status))
         following = time_text(delivery.next_ms) if delivery.next_ms else ""
-        table.add_row(delivery.job_id, delivery.state, str(delivery.attempts), last, following, _host(delivery.url))
-    show(table, [delivery.job_id for delivery in found], "no webhooks are owed")
+        rows.append(
+            (delivery.job_id, delivery.state, str(delivery.attempts), following, _host(delivery.url), last)
+        )  # fmt: skip
+    columns = ("job", "state", "tries", "next try", "host", "last answer")
+    show_rows(columns, rows, "no webhooks are owed", prose=True)
 
 
 @webhooks.command("show")

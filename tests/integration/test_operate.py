@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
@@ -11,13 +10,11 @@ from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
-from rich.console import Console
-from rich.table import Table
 from typer.testing import CliRunner, Result
 
 from gateway.metrics import GatewayMetrics
 from gateway.sweeper import Sweeper
-from ropeway import cli, redis_commands
+from ropeway import cli
 from shared import keys
 from shared.connect import connect
 from shared.errors import ServiceUnavailableError
@@ -215,16 +212,3 @@ async def test_an_error_in_any_step_of_the_sweep_stops_no_other(
 async def _away(pool: str) -> AsyncIterator[str]:
     raise ServiceUnavailableError("this node is away")
     yield pool
-
-
-@pytest.mark.parametrize(
-    "name", ["pool.0.01a2", "a-pool-whose-name-is-longer-than-many-a-terminal-is-wide.15.01a22d1d94b8c2c2"]
-)
-def test_names_are_whole_in_a_narrow_terminal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other commands take them."""
-    console = Console(width=80, file=io.StringIO())
-    monkeypatch.setattr(redis_commands, "out", console)
-    table = Table("job", "buried", "attempts", "reason", "error")
-    table.add_row(name, "2026-11-30T18:00:00", "5", "workers died", "the job was given up: its workers died again")
-    redis_commands.show(table, [name], "none")
-    assert name in console.file.getvalue()  # type: ignore[attr-defined]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from ropeway import cli
+from ropeway import cli, console
 from ropeway.client import Client
 from ropeway.options import env_name
 from shared.settings import GatewaySettings, WorkerSettings
@@ -106,8 +108,9 @@ def test_adapters_are_a_table_where_it_fits_and_lines_where_not(monkeypatch: pyt
     answer = {"data": found}
     narrow = shown(80)
     assert narrow.splitlines() == [
-        "organisation-name/adapter-number-1: registered",
-        "    pinned, on smollm2-135m-instruct, version 2, rank 16, 9.8 MB, 3 in flight",
+        "organisation-name/adapter-number-1 (pinned)",
+        "    base model: smollm2-135m-instruct; state: registered; version: 2; rank: 16;",
+        "    MB: 9.8; in flight: 3",
     ]
     wide = shown(160)
     assert "organisation-name/adapter-number-1 (pinned)" in wide and "│ registered │" in wide
@@ -115,4 +118,24 @@ def test_adapters_are_a_table_where_it_fits_and_lines_where_not(monkeypatch: pyt
     found.append(adapter("x", "failed", "r: the adapter's rank is 64, at most 16 is served (max_lora_rank)"))
     assert "rank is 64, at most" in shown(160) and "│" in shown(160)
     assert all(len(line) <= 80 for line in shown(80).splitlines())
-    assert "x: failed" in shown(80) and "(max_lora_rank)" in shown(80)
+    assert "state: failed" in shown(80) and "(max_lora_rank)" in shown(80)
+
+
+@pytest.mark.parametrize("prose", [False, True])
+@pytest.mark.parametrize("width", [30, 80, 106, 107, 148, 149, 200])
+def test_rows_are_shown_whole_at_every_width(width: int, prose: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    monkeypatch.setattr(console, "out", Console(width=width, file=file, highlight=False))
+    name, host = "a-pool-with-a-name.15.01a22d1d94b8c2c2", "hooks.example.internal:8443"
+    why = "it answered 503 [/] and then nothing for as long as anybody waited"
+    console.show_rows(
+        ("job", "state", "host", "why"), [(name, "owed", host, why), ("j", "", "", "")], "none", prose=prose
+    )
+    shown = file.getvalue()
+    table = "│" in shown
+    assert table == (width >= (107 if prose else 149))
+    assert name in shown and host in shown and "…" not in shown
+    said = " ".join(shown.replace("│", " ").replace(host, "").split())
+    assert all(word in said for word in why.split())
+    console.show_rows(("job",), [], "none are owed")
+    assert file.getvalue().endswith("none are owed\n")
