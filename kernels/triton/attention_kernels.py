@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.triton.rounding import rounded
+
 
 @triton.jit
 def _walk(
@@ -170,7 +172,7 @@ def decode_kernel(
         # A padded sequence without a key gets zeros.
         result = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
         places = out + token * out_stride + head[:, None] * DIM + dim[None, :]
-        tl.store(places, result.to(out.dtype.element_ty), mask=inside)
+        tl.store(places, rounded(result, out), mask=inside)
 
 
 @triton.jit(do_not_specialize=["sequences", "splits", "window"])
@@ -213,7 +215,7 @@ def merge_kernel(
         part = tl.load(part_mixed + (first + some)[:, None] * DIM + dim[None, :], mask=inside, other=0.0)
         mixed += tl.sum(part * weight[:, None], 0)
     mixed = mixed / tl.where(total > 0.0, total, 1.0)
-    tl.store(out + token * out_stride + head * DIM + dim, mixed.to(out.dtype.element_ty), mask=dim < DIM)
+    tl.store(out + token * out_stride + head * DIM + dim, rounded(mixed, out), mask=dim < DIM)
 
 
 @triton.jit(do_not_specialize=["tiles", "window"])
@@ -295,4 +297,4 @@ def prefill_kernel(
         mixed *= tl.load(scales + 1)
     result = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
     places = out + token[:, None] * out_stride + head[:, None] * DIM + dim[None, :]
-    tl.store(places, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(places, rounded(result, out), mask=inside)

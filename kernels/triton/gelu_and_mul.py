@@ -8,6 +8,7 @@ import triton.language as tl
 
 from kernels.ops import register
 from kernels.triton.launch import FLOATS, cdiv, check, check_tensor, power_of_2
+from kernels.triton.rounding import rounded
 
 
 @triton.jit
@@ -25,7 +26,7 @@ def gelu_and_mul_kernel(x, out, width, x_stride, BLOCK: tl.constexpr, TANH: tl.c
         share = 1.0 / (1.0 + tl.exp(tl.minimum(-inner, 88.0)))  # bounded: no overflow
     else:
         share = 0.5 * (1.0 + tl.math.erf(gate * 0.7071067811865476))
-    tl.store(out + token * width + column, (gate * share * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + token * width + column, rounded(gate * share * up, out), mask=inside)
 
 
 @register("gelu_and_mul", "triton")

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from kernels.ops import register
 from kernels.triton.launch import FLOATS, check, check_tensor, power_of_2
+from kernels.triton.rounding import rounded
 
 #: A row is held in registers: 32 numbers for each of 16 warps' threads.
 WIDEST = 16384
@@ -24,12 +25,12 @@ def rms_norm_kernel(
     y = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if WITH_RESIDUAL:
         place = residual + token * residual_stride + column
-        summed = (tl.load(place, mask=inside, other=0.0).to(tl.float32) + y).to(residual.dtype.element_ty)
+        summed = rounded(tl.load(place, mask=inside, other=0.0).to(tl.float32) + y, residual)
         tl.store(place, summed, mask=inside)
         y = summed.to(tl.float32)
     scale = tl.rsqrt(tl.sum(y * y, 0) / width + eps)
     w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token * width + column, (y * scale * w).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + token * width + column, rounded(y * scale * w, out), mask=inside)
 
 
 def warps_for(width: int) -> int:

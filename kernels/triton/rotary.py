@@ -8,6 +8,7 @@ import triton.language as tl
 
 from kernels.ops import register
 from kernels.triton.launch import FLOATS, cdiv, check, check_tensor, power_of_2
+from kernels.triton.rounding import rounded
 
 #: Heads of one program.
 HEADS = 8
@@ -42,8 +43,8 @@ def rotary_kernel(
     turn = sin + token * sin_stride + pair
     sin_a = tl.load(turn, mask=real, other=0.0).to(tl.float32)
     sin_b = tl.load(turn + HALF, mask=real, other=0.0).to(tl.float32)
-    tl.store(low, (a * cos_a[None, :] + b * sin_a[None, :]).to(x.dtype.element_ty), mask=inside)
-    tl.store(low + HALF, (b * cos_b[None, :] + a * sin_b[None, :]).to(x.dtype.element_ty), mask=inside)
+    tl.store(low, rounded(a * cos_a[None, :] + b * sin_a[None, :], x), mask=inside)
+    tl.store(low + HALF, rounded(b * cos_b[None, :] + a * sin_b[None, :], x), mask=inside)
 
 
 @register("rotary", "triton")

@@ -10,6 +10,7 @@ from kernels.ops import register
 from kernels.reference.linear import Linear
 from kernels.reference.linear import linear as plain_linear
 from kernels.triton.launch import FLOATS, cdiv, check, check_tensor, power_of_2
+from kernels.triton.rounding import rounded
 
 
 @triton.jit
@@ -22,7 +23,7 @@ def silu_and_mul_kernel(x, out, width, x_stride, BLOCK: tl.constexpr):
     gate = tl.load(row, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(row + width, mask=inside, other=0.0).to(tl.float32)
     y = gate / (1.0 + tl.exp(tl.minimum(-gate, 88.0))) * up  # bounded: no overflow
-    tl.store(out + token * width + column, y.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + token * width + column, rounded(y, out), mask=inside)
 
 
 @register("silu_and_mul", "triton")

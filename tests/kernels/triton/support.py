@@ -17,8 +17,8 @@ from kernels import ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-#: A unit in the last place, relative to the number, at most. A result that is rounded once is half of it off; on top
-#: comes that the interpreter rounds a tie to bfloat16 up, and not to even.
+#: A unit in the last place, relative to the number, at most. A result that is rounded once is half of it off; what is
+#: rounded within may be off by the other half.
 ULP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 
