@@ -88,6 +88,6 @@ class Keyring:
 def _bearer(authorization: str | None) -> bytes | None:
     """The key of an `Authorization` header, as its bytes came; None without one."""
     scheme, _, token = (authorization or "").partition(" ")
-    if scheme.lower() != "bearer" or not token.strip():
-        return None
-    return token.strip().encode("latin-1", "replace")
+    # As bytes: what the text of a header takes for white space may be a part of a letter.
+    key = token.encode("latin-1", "replace").strip(b" \t")
+    return key if key and scheme.lower() == "bearer" else None

@@ -8,7 +8,7 @@ from typing import Final
 from starlette.routing import compile_path
 
 from shared.api_keys import Scope
-from shared.errors import PermissionDeniedError
+from shared.errors import InvalidRequestError, PermissionDeniedError
 
 #: Any of these scopes opens a route. An empty set: any key. None: no key is needed.
 Needed = frozenset[Scope] | None
@@ -64,17 +64,21 @@ TABLE: Final[dict[tuple[str, str], Needed]] = {
     ("GET", "/v1/pools/{pool}/load"): _LOADS,
 }
 
-_FIXED: Final = {place: needed for place, needed in TABLE.items() if "{" not in place[1]}
-_PATTERNS: Final = [
-    (method, compile_path(path)[0], needed) for (method, path), needed in TABLE.items() if "{" in path
-]  # fmt: skip
+# The router's own patterns, for all of them: what it takes for a route must be one here too.
+_PATTERNS: Final = [(method, compile_path(path)[0], needed) for (method, path), needed in TABLE.items()]
 
 
 def needed_for(method: str, path: str) -> Needed:
-    """What opens a path. One that is no route's takes any key, and is told that there is nothing."""
+    """What opens a path. One that is no route's takes any key, and is told that there is nothing.
+
+    Raises:
+        InvalidRequestError: control characters, which are in no path but in some that are to be taken for another.
+    """
+    if any(ord(character) < 0x20 or character == "\x7f" for character in path):
+        raise InvalidRequestError("the path holds control characters")
     method = "GET" if method == "HEAD" else method
-    if (method, path) in _FIXED:
-        return _FIXED[method, path]
+    if (method, path) in TABLE:
+        return TABLE[method, path]
     for known, pattern, needed in _PATTERNS:
         if known == method and pattern.match(path):
             return needed

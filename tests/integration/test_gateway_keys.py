@@ -234,10 +234,14 @@ async def test_an_open_gateway_says_so_once_and_louder_where_keys_were_made(
     async with serve(valkey_url) as g:
         await until(lambda: _true(bool(said)))
         assert await ask(g.http, None) == await ask(g.http, "whatever") == 200
-    assert said == [("warning", "gateway.open")]
+        assert said == [("warning", "gateway.open")]
+        async with access_to(valkey_url) as access:
+            await make(access)
+            await make(access)
+        await until(lambda: _true(len(said) > 1))
+        assert await ask(g.http, None) == 200
+    assert said == [("warning", "gateway.open"), ("error", "gateway.open_despite_keys")]
     said.clear()
-    async with access_to(valkey_url) as access:
-        await make(access)
     async with serve(valkey_url, require_keys=True):
         pass
     assert said == []
@@ -248,3 +252,14 @@ async def test_an_open_gateway_says_so_once_and_louder_where_keys_were_made(
 
 async def _true(value: bool) -> bool:
     return value
+
+
+async def test_no_path_with_a_line_feed_passes_by_the_scopes(valkey_url: str) -> None:
+    async with access_to(valkey_url) as access, serve(valkey_url, require_keys=True) as g:
+        key, _ = await make(access)
+        for method, path in (("GET", "/metrics"), ("GET", "/v1/pools"), ("POST", "/v1/load_lora_adapter")):
+            assert (await g.http.request(method, path, headers=bearer(key))).status_code == 403
+            response = await g.http.request(method, path + "%0A", headers=bearer(key))
+            assert response.status_code == 400 and "control characters" in response.json()["error"]["message"]
+    async with serve(valkey_url) as g:
+        assert (await g.http.post("/v1/load_lora_adapter%0A", json={})).status_code == 400
