@@ -30,6 +30,7 @@ class Gate:
 
     def __init__(self, access: Access, settings: GatewaySettings) -> None:
         self._access, self._settings = access, settings
+        self._said_unused = False
         fresh_s, outage_s = settings.key_cache_s, settings.key_outage_s
         self._keys: Lookups[ApiKey] = Lookups(access.key, fresh_s=fresh_s, outage_s=outage_s)
         self._terms: Lookups[TenantTerms] = Lookups(self._ask_terms, fresh_s=fresh_s, outage_s=outage_s)
@@ -53,6 +54,8 @@ class Gate:
             self._keys.doubt()
             self._terms.doubt()
             return
+        if news.op == "keys" and not self._settings.keys_required:
+            self._say_unused()
         for name in news.names:
             if news.op == "keys":
                 self._keys.forget(name)
@@ -70,6 +73,12 @@ class Gate:
             log.debug("gateway.keys_unknown", error=error.message)
             return
         if unused:
+            self._say_unused()
+
+    def _say_unused(self) -> None:
+        """Say, once, that there are keys and that they keep nobody out."""
+        if not self._said_unused:
+            self._said_unused = True
             log.error("gateway.open_despite_keys", hint="there are keys, none is asked for: ROPEWAY_REQUIRE_KEYS=true")
 
     async def _ask_terms(self, tenant: str) -> TenantTerms:

@@ -8,6 +8,7 @@ import re
 from datetime import date, timedelta
 from typing import Annotated, Any
 
+import httpx
 import typer
 
 from ropeway.console import EXIT_USAGE, err, fail, out, show_rows
@@ -23,6 +24,8 @@ keys = typer.Typer(help="API keys: create, list, show, revoke, rotate; what they
 Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
 Id = Annotated[str, typer.Argument(help="Public id of the key.")]
 Expires = Annotated[str | None, typer.Option(metavar="90d", help="Life of the key: s, m, h, d or w behind a number.")]
+#: Seconds for a gateway to say whether it is open.
+_LOOK_S = 5.0
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 
 
@@ -36,6 +39,9 @@ def create_key(
     ] = None,
     name: Annotated[str, typer.Option(help="For people.")] = "",
     expires: Expires = None,
+    url: Annotated[
+        str, typer.Option(envvar="ROPEWAY_URL", help="The gateway that is looked at: whether it asks for keys.")
+    ] = "http://127.0.0.1:8000",
     as_json: Json = False,
 ) -> None:
     """Make a key and print it, once: it is kept nowhere, only a hash of it."""
@@ -46,7 +52,7 @@ def create_key(
 
     secret, key = run(given, Access, create)
     _print_new(secret, key, as_json)
-    err.print("ropeway: gateways ask for keys where one is set, or with ROPEWAY_REQUIRE_KEYS=true", markup=False)
+    _say_if_open(url)
 
 
 @keys.command("list")
@@ -158,6 +164,22 @@ def _print_new(secret: str, key: ApiKey, as_json: bool) -> None:
         markup=False,
         soft_wrap=True,
     )
+
+
+def _say_if_open(url: str) -> None:
+    """Say that a key in Redis closes no gateway, unless the one at the URL is closed already."""
+    said = f"no gateway was found at {url}. One that has no key in its settings stays open"
+    try:
+        answer = httpx.get(url, timeout=_LOOK_S)
+    except (httpx.HTTPError, httpx.InvalidURL):
+        pass
+    else:
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            return
+        if answer.is_success and "Ropeway" in answer.text:
+            said = f"the gateway at {url} is still open: it asks nobody for a key"
+    said = f"ropeway: {said}; set ROPEWAY_REQUIRE_KEYS=true where it is started (`ropeway serve` too)"
+    err.print(said, style="yellow", markup=False, soft_wrap=True)
 
 
 def _plain(key: ApiKey, now_ms: int) -> dict[str, Any]:

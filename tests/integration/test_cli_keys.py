@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from typer.testing import CliRunner, Result
 
 from ropeway import cli
 from shared.api_keys import presented
 from tests.integration.gateway_harness import Gateway, serve
 from tests.support.keys import NEVER, access_to, bearer, submit, until
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """The gateway is in this process: what it logs while a command runs would be taken for the command's output."""
+    with capture_logs():
+        yield
 
 
 async def command(url: str, *arguments: str) -> Result:
@@ -70,6 +79,22 @@ async def test_a_key_from_its_making_to_its_end(valkey_url: str) -> None:
         assert await status(g, new) == 200
         assert [k["state"] for k in await listed(valkey_url, "--all")] == ["revoked", "active"]
         assert len(await listed(valkey_url)) == 1 and await listed(valkey_url, "--tenant", "other") == []
+
+
+async def test_whoever_makes_a_key_hears_whether_the_gateway_asks_for_it(valkey_url: str) -> None:
+    async def heard(url: str) -> str:
+        result = await command(valkey_url, "keys", "create", "--tenant", "acme", "--url", url)
+        assert result.exit_code == 0 and result.stdout.startswith("rw-")
+        return result.stderr
+
+    async with serve(valkey_url) as g:
+        said = await heard(g.url)
+        assert f"the gateway at {g.url} is still open" in said and "ROPEWAY_REQUIRE_KEYS=true" in said
+    async with serve(valkey_url, **NEVER) as g:
+        assert "open" not in await heard(g.url)
+    for nobody in (g.url, "http://", "127.0.0.1:1"):
+        said = await heard(nobody)
+        assert f"no gateway was found at {nobody}" in said and "ROPEWAY_REQUIRE_KEYS=true" in said
 
 
 async def test_usage_by_day_and_key(valkey_url: str) -> None:
