@@ -13,10 +13,10 @@ from shared.api_keys import (
     ID_PATTERN,
     MAX_NAME,
     SCOPES,
-    TENANT_PATTERN,
     ApiKey,
     PresentedKey,
     Scope,
+    checked_tenant,
     new_key,
     presented,
 )
@@ -93,7 +93,7 @@ class Access(JobStore):
             InvalidRequestError: a name that is none of a tenant, or a scope that there is not.
         """
         now = await self.now_ms()
-        secret, record = _make(now, _tenant(tenant), _scopes(scopes), _name(name), _expiry(now, expires_s))
+        secret, record = _make(now, checked_tenant(tenant), _scopes(scopes), _name(name), _expiry(now, expires_s))
         if not await self._write("keys", [(record.id, b"", encode(record))]):
             raise ConflictError("a key of this id was made meanwhile: try again")
         return secret, record
@@ -154,7 +154,7 @@ class Access(JobStore):
         Raises:
             InvalidRequestError: a name that is none of a tenant, or a value out of bounds; nothing was changed.
         """
-        name = _tenant(tenant)
+        name = checked_tenant(tenant)
         for _ in range(_ROUNDS):
             data = await self._ask("HGET", keys.access("tenants"), name)
             held = TenantTerms(name=name) if data is None else decode(data, TenantTerms)
@@ -225,15 +225,6 @@ def _make(now_ms: int, tenant: str, scopes: Sequence[Scope], name: str, expires_
         created_ms=now_ms,
         expires_ms=expires_ms,
     )
-
-
-def _tenant(name: str) -> str:
-    if TENANT_PATTERN.fullmatch(name) is None:
-        raise InvalidRequestError(
-            "tenant: must begin with a letter or digit and have at most 64 letters, digits, '.', '_' and '-'",
-            param="tenant",
-        )
-    return name
 
 
 def _scopes(names: Sequence[str]) -> list[Scope]:

@@ -17,6 +17,8 @@ from typing import Final, Literal, get_args
 
 import msgspec
 
+from shared.errors import InvalidRequestError
+
 Scope = Literal["inference", "admin", "metrics"]
 SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
 KeyState = Literal["active", "expired", "revoked"]
@@ -29,6 +31,16 @@ ID_PATTERN: Final = re.compile(r"[0-9A-Za-z]{12}")
 #: Of tenants, which get into names of keys in Redis.
 TENANT_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MAX_NAME: Final = 100
+
+
+def checked_tenant(name: str) -> str:
+    """The name, if a tenant may have it. Raises InvalidRequestError."""
+    if TENANT_PATTERN.fullmatch(name) is None:
+        raise InvalidRequestError(
+            "tenant: must begin with a letter or digit and have at most 64 letters, digits, '.', '_' and '-'",
+            param="tenant",
+        )
+    return name
 
 
 class ApiKey(msgspec.Struct, kw_only=True, frozen=True):

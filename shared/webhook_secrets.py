@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shared import keys
+from shared.api_keys import checked_tenant
 from shared.errors import ForeignDataError
 from shared.jobstore import JobStore
 from shared.scripts import Call
@@ -71,7 +72,13 @@ class WebhookSecrets(JobStore):
         return sorted(name[2:].decode(errors="replace") for name in names if name != _DEFAULT)
 
     async def replace(self, tenant: str | None, secret: str, grace_s: float) -> TenantSecret:
-        """Give a tenant a secret; the one before signs beside it for so many seconds."""
+        """Give a tenant a secret; the one before signs beside it for so many seconds.
+
+        Raises:
+            InvalidRequestError: no tenant can have that name.
+        """
+        if tenant is not None:
+            checked_tenant(tenant)
         before = await self.of(tenant)
         made = await self._new(secret)
         if before is not None and grace_s > 0 and before.secret != secret:
