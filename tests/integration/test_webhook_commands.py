@@ -132,7 +132,7 @@ async def test_secrets(webhooks: Webhooks, valkey_url: str) -> None:
     assert await printed("--tenant", "t", "--remove") == [] and await secrets.signing("t", []) == [default]
     assert (await command(valkey_url, "secret", "--remove")).exit_code == 2
     answer = await command(valkey_url, "secret", "--tenant", "../x\ny")
-    assert answer.exit_code == 1 and "tenant: must begin" in answer.stderr and await secrets.tenants() == []
+    assert answer.exit_code == 2 and "tenant: must begin" in answer.stderr and await secrets.tenants() == []
     answer = await command(valkey_url, "secret", env={"ROPEWAY_WEBHOOK_SECRETS": json.dumps([setting])})
     assert answer.exit_code == 1 and setting not in answer.output
     await client.aclose()
