@@ -52,7 +52,12 @@ def version() -> None:
 @app.command()
 def doctor(
     redis: Annotated[
-        str | None, typer.Option("--redis", envvar="ROPEWAY_REDIS_URL", help="Look at this Redis and its pools too.")
+        str | None,
+        typer.Option(
+            "--redis",
+            envvar="ROPEWAY_REDIS_URL",
+            help="Look at this Redis and its pools too; unset: at that of a `ropeway serve` on this machine.",
+        ),
     ] = None,
 ) -> None:
     """What computes on this machine, and why; of a Redis and its pools, what is to be mended (exit code 1)."""
@@ -60,8 +65,9 @@ def doctor(
 
     try:
         from ropeway.doctor import doctor as run
+        from ropeway.redis_commands import redis_of_serve
 
-        code = run(redis)
+        code = run(redis_of_serve() if redis is None else redis)
         if code:
             raise typer.Exit(code)
     except InvalidRequestError as error:

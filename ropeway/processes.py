@@ -116,7 +116,7 @@ def config_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """Show every setting: value, default, environment variable, meaning."""
+    """Show every setting: environment variable, value, meaning, and the default where the value is another one."""
     from ropeway.settings_table import entries, show
 
     classes: dict[str, type[CommonSettings]] = {

@@ -45,12 +45,17 @@ def run(given: Given, store: type[S], call: Callable[[S], Awaitable[T]]) -> T:
 
 def _redis_url(settings: CommonSettings) -> str:
     """The Redis that is named; where none is, that of a `ropeway serve` on this machine, if one is there."""
-    if "redis_url" not in settings.model_fields_set:
-        with contextlib.suppress(EmbeddedRedisError):  # no home folder: nothing can be there
-            if url := serving_url(default_data_dir()):
-                err.print(f"ropeway: in the Redis of `ropeway serve`, {url}", markup=False, soft_wrap=True)
-                return url
-    return settings.redis_url
+    named = "redis_url" in settings.model_fields_set
+    return settings.redis_url if named else redis_of_serve() or settings.redis_url
+
+
+def redis_of_serve() -> str | None:
+    """The Redis of a `ropeway serve` that runs on this machine on the default folder; it is said that it is meant."""
+    with contextlib.suppress(EmbeddedRedisError):  # no home folder: nothing can be there
+        if url := serving_url(default_data_dir()):
+            err.print(f"ropeway: in the Redis of `ropeway serve`, {url}", markup=False, soft_wrap=True)
+            return url
+    return None
 
 
 def time_text(unix_ms: int) -> str:

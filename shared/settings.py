@@ -276,7 +276,12 @@ class WorkerSettings(CommonSettings):
         False, description="workers on a machine share the pages of kept weights; a little slower than large pages"
     )
     lease_s: float = Field(15.0, gt=0.1, description="seconds that a job may go unseen before another worker takes it")
-    max_attempts: int = Field(3, ge=1, description="tries before a job is buried")
+    max_attempts: int = Field(
+        3,
+        ge=1,
+        description="charged tries from which on a job is given up when its worker dies; five workers have to die at "
+        "least, the last two with this job alone, so up to 5 it changes nothing",
+    )
     heartbeat_s: float = Field(2.0, gt=0.01, description="seconds between entries in the registry")
     grace_s: float = Field(20.0, ge=0, description="seconds that SIGTERM leaves running jobs to end")
     step_timeout_s: float = Field(60.0, gt=0, description="a step longer than this counts as a hang")

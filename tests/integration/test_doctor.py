@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from ropeway import cli, doctor
 from ropeway.doctor_redis import Finding, redis_findings
+from ropeway.embedded import EmbeddedRedis, default_data_dir
 from shared import keys
 from shared.adapters import Adapters
 from shared.connect import connect
@@ -84,6 +86,17 @@ def test_the_command_prints_and_ends_by_what_it_finds(
             client.config_set("maxmemory-policy", "noeviction")
     assert bad.exit_code == 1 and "-> set maxmemory-policy noeviction" in bad.output
     assert CliRunner().invoke(cli.app, ["doctor", "--redis", "ftp://x"]).exit_code == 2
+
+
+def test_the_redis_of_serve_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "findings", lambda: iter([("python", "3")]))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.delenv("ROPEWAY_REDIS_URL", raising=False)
+    assert CliRunner().invoke(cli.app, ["doctor"]).output == "python       3\n"
+    with EmbeddedRedis(default_data_dir()) as redis:
+        found = CliRunner().invoke(cli.app, ["doctor"])
+    assert "in the Redis of `ropeway serve`" in found.stderr and redis.url in found.stdout
+    assert found.exit_code == 0 and "persistence  AOF" in found.stdout
 
 
 def test_redis_is_looked_at_where_no_worker_can_run(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
