@@ -1,10 +1,13 @@
 // A service without the gateway: it submits a job to Redis, follows its channel, misses messages on purpose, takes them
-// from the log, and may cancel. All that it relies on is docs/protocol.md. Node 20 or newer:
+// from the log, and may cancel. All that it relies on is docs/protocol.md. Node 20 or newer, in this folder:
 //
 //     ropeway protocol export contract             # scripts and names, once per release
 //     npm ci
-//     node direct_redis.mjs "What is a ropeway?" --redis redis://127.0.0.1:6379/0
+//     node direct_redis.mjs "What is a ropeway?" --redis unix://$HOME/.local/share/ropeway/redis/redis.sock
 //
+// That is the Redis of `make serve`, which listens on no port.
+//
+//     --redis URL        unix://PATH, redis:// or rediss://; redis://127.0.0.1:6379/0
 //     --contract DIR     what `ropeway protocol export` wrote; contract
 //     --pool NAME        unset: the first that is there
 //     --max-tokens N     of the answer; 64
@@ -31,6 +34,8 @@ import { createClient, RESP_TYPES } from "@redis/client";
 const CONTRACT = "1.0";
 /** Answers of Redis that pass. */
 const PASSING = /^(LOADING|READONLY|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|OOM|MISCONF|NOREPLICAS|BUSY)\b/;
+/** Tries to reach a Redis that has never answered; afterwards it is tried for ever. */
+const FIRST_TRIES = 5;
 const FIRST_LOOK_MS = 1000, LAST_LOOK_MS = 15_000, FRUITLESS = 5, PAGE = 1000;
 
 const { values: options, positionals } = parseArgs({
@@ -248,11 +253,25 @@ async function goDeaf(follower, how) {
   await follower.listen();
 }
 
+/** A client that comes back by itself once it was connected, and gives up soon where it never was. */
+function open() {
+  let reached = false;
+  const reconnectStrategy = (tries) => reached || tries < FIRST_TRIES ? Math.min(200 * 2 ** tries, 5000) : new Error(
+    "no Redis answers there. --redis names one; of `make serve`: --redis unix://$HOME/.local/share/ropeway/redis/redis.sock",
+  );
+  const client = createClient({ url: options.redis, socket: { reconnectStrategy } });
+  client.on("ready", () => (reached = true));
+  return client.on("error", (error) => console.error(`redis: ${error.message || error.code}`));
+}
+
 async function main() {
-  const redis = createClient({ url: options.redis });
-  const subscriber = redis.duplicate();
-  for (const client of [redis, subscriber]) client.on("error", (error) => console.error(`redis: ${error.message}`));
-  await Promise.all([redis.connect(), subscriber.connect()]);
+  const [redis, subscriber] = [open(), open()];
+  try {
+    for (const client of [redis, subscriber]) await client.connect();
+  } catch (error) {
+    console.error(error.message);
+    process.exit(1);
+  }
   const raw = redis.withTypeMapping({ [RESP_TYPES.BLOB_STRING]: Buffer }); // the same connection, with bytes as bytes
   try {
     const name = options.pool ?? (await redis.sMembers(contract.keys.pools)).sort()[0];

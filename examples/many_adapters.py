@@ -1,7 +1,10 @@
 """Twenty LoRA adapters through one worker with four slots: each text is that of its adapter alone.
 
     .venv/bin/python examples/many_adapters.py                          # starts a server of its own
-    .venv/bin/python examples/many_adapters.py http://127.0.0.1:8000    # one that serves SmolLM2-135M, --enable-lora
+    .venv/bin/python examples/many_adapters.py http://127.0.0.1:8000    # one that serves SmolLM2-135M, see below
+
+A server of your own is `make serve ARGS="--enable-lora --deterministic"`: texts are compared character by character,
+and that they do not depend on what shares a batch is promised with `--deterministic` alone.
 
 The adapters have random weights and are uploaded. All are asked at once and then one by one; meanwhile it is shown how
 slots change hands. Exit code 1 where a text is another one.

@@ -1,17 +1,19 @@
 """The OpenAI client against Ropeway: chat, stream, a list of prompts, an error.
 
 Run `make serve` in another terminal, then: .venv/bin/python examples/openai_client.py [URL]
+Where the gateway asks for a key, OPENAI_API_KEY has it.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 
 from openai import BadRequestError, OpenAI
 
 
 def main(url: str) -> None:
-    with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+    with OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("OPENAI_API_KEY", "none")) as client:
         model = client.models.list().data[0].id
         messages = [{"role": "user", "content": "What is a ropeway? One sentence."}]
 
@@ -19,12 +21,16 @@ def main(url: str) -> None:
         print("chat:  ", answer.choices[0].message.content)
 
         print("stream: ", end="")
-        stream = client.chat.completions.create(model=model, messages=messages, max_tokens=60, stream=True)
+        stream = client.chat.completions.create(
+            model=model, messages=messages, max_tokens=60, temperature=0, stream=True
+        )
         for chunk in stream:
             print(chunk.choices[0].delta.content or "", end="", flush=True)
         print()
 
-        both = client.completions.create(model=model, prompt=["The Alps are", "A cable is"], max_tokens=16)
+        both = client.completions.create(
+            model=model, prompt=["The Alps are", "A cable is"], max_tokens=16, temperature=0
+        )
         for choice in both.choices:
             print(f"prompt {choice.index}:", choice.text)
 

@@ -105,6 +105,13 @@ def test_rights_of_one_pool_are_enough(stack: Stack, direct: DirectRedis) -> Non
     assert said["status"] in ("cancelled", "completed")
 
 
+def test_a_redis_that_is_not_there_is_not_tried_for_ever(direct: DirectRedis) -> None:
+    for url in ("redis://127.0.0.1:1/0", "unix:///nowhere/redis.sock"):
+        command = direct.command(url, PROMPT)
+        done = subprocess.run(command, cwd=direct.folder, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 1 and "--redis" in done.stderr.splitlines()[-1]
+
+
 def test_another_contract_is_refused(stack: Stack, direct: DirectRedis) -> None:
     other = direct.folder / "other"
     shutil.copytree(direct.folder / "contract", other)
