@@ -130,7 +130,6 @@ class GenerationResponse(Response):
         entered = await services.entrance.enter(self._caller.tenant, prepared, self._repeat)
         prepared = entered.prepared
         self._extra_headers = [(name.encode(), value.encode()) for name, value in entered.headers.items()]
-        self._extra_headers.append((b"x-ropeway-job-id", prepared.shape.job_ids[0].encode()))
         scope.setdefault("state", {})["job_id"] = prepared.shape.job_ids[0]
         async with await services.hub.follow(prepared.shape.job_ids) as follower:
             client.on_gone(follower.nudge)

@@ -46,8 +46,7 @@ class JobEventsResponse(Response):
                 await send({"type": "http.response.start", "status": 204, "headers": []})
                 await send({"type": "http.response.body", "body": b""})
                 return
-            headers = [*SSE_HEADERS, (b"x-ropeway-job-id", self._job_id.encode())]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
             if opening := self._opening():
                 await send({"type": "http.response.body", "body": opening, "more_body": True})
             follower.tracks[0].look()

@@ -16,9 +16,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway import errors
 from gateway.errors import UnsupportedMediaTypeError
 from gateway.metrics import GatewayMetrics
+from gateway.response_format import PREFIX
 from gateway.spans import described
 from shared import logs
 from shared.errors import PayloadTooLargeError, RopewayError
+from shared.keys import JobId
 from shared.metrics import exemplar
 from shared.trace_context import carried
 from shared.tracing import NO_SPAN, OFF, Span, Tracing
@@ -34,6 +36,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
 
 class RequestScope:
     """Outermost: gives each request an id of its own, echoes the client's, logs and counts it, catches what is left.
+    Answers about one job get its id as a header, whatever their status.
 
     `scope["state"]` gets `internal_id`, `request_id` and `trace`, the trace context for what the request leads to;
     routes may add `job_id`.
@@ -69,7 +72,10 @@ class RequestScope:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = given or internal
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = given or internal
+                if job_id := _job_of(scope):
+                    headers["x-ropeway-job-id"] = job_id
             await send(message)
 
         try:
@@ -105,6 +111,16 @@ class RequestScope:
             key_id=state.get("key_id"),
             job_id=state.get("job_id"),
         )
+
+
+def _job_of(scope: Scope) -> str | None:
+    """The job that an answer is about: the one that its route has made or that its path names; None without one."""
+    made: str | None = scope["state"].get("job_id")
+    if made is not None:
+        return made
+    names: Mapping[str, str] = scope.get("path_params", {})
+    named = names.get("job_id") or names.get("response_id", "").removeprefix(PREFIX)
+    return named if JobId.match(named) else None
 
 
 class BodyLimit:

@@ -59,7 +59,7 @@ async def submit_jobs(request: Request) -> Response:
     jobs = entered.prepared.envelopes
     await services.submitter.submit(jobs, [Terms(lifetime) for lifetime in orders.lifetimes], keep=repeat is not None)
     request.scope["state"]["job_id"] = jobs[0].id
-    headers = {"x-ropeway-job-id": jobs[0].id, **entered.headers}
+    headers = dict(entered.headers)
     if not orders.many:
         headers["location"] = f"/v1/jobs/{jobs[0].id}"
     if entered.replayed and not orders.many:
@@ -148,7 +148,7 @@ async def create_token(request: Request, job_id: Id) -> Response:
         )
     token, expires = await services.tokens.make(job_id, min(seconds, services.settings.max_token_s))
     body = _Token(token, expires, f"/v1/jobs/{job_id}/events?token={token}")
-    return _json(body, {"x-ropeway-job-id": job_id, "cache-control": "no-store"})
+    return _json(body, {"cache-control": "no-store"})
 
 
 @router.post("/v1/jobs/{job_id}/cancel", response_model=None)
@@ -166,7 +166,7 @@ async def delete_job(request: Request, job_id: Id) -> Response:
     """Remove a job with its result and events. One that waits is cancelled; one that runs has to be cancelled first."""
     await _own(request, job_id)
     await services_of(request).store.delete(job_id)
-    return _json({"id": job_id, "object": "job", "deleted": True}, {"x-ropeway-job-id": job_id})
+    return _json({"id": job_id, "object": "job", "deleted": True})
 
 
 async def _shown(
@@ -182,7 +182,6 @@ async def _shown(
 
     small = view.result is None or len(view.result) <= _INLINE_BYTES
     body = shown() if small else await services.in_thread(shown)
-    headers = {"x-ropeway-job-id": view.id, **(headers or {})}
     return Response(body, status_code=status_code, media_type=_JSON, headers=headers)
 
 

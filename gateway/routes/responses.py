@@ -117,7 +117,7 @@ async def delete_response(request: Request, response_id: Id) -> Response:
     stored = await _stored(request, response_id)
     await services_of(request).store.delete(stored.view.id)
     body = {"id": response_id, "object": "response", "deleted": True}
-    return Response(wire_format.encode(body), media_type=_JSON, headers={"x-ropeway-job-id": stored.view.id})
+    return Response(wire_format.encode(body), media_type=_JSON)
 
 
 async def _queue(request: Request, asked: Asked, inner: ChatCompletionRequest, repeat: Repeat | None) -> Response:
@@ -130,12 +130,12 @@ async def _queue(request: Request, asked: Asked, inner: ChatCompletionRequest, r
     prepared = entered.prepared
     await services.submitter.submit(prepared.envelopes, _terms(services, asked), keep=repeat is not None)
     shape = response_store.shape_of(prepared, asked)
-    headers = {"x-ropeway-job-id": shape.job_id, **entered.headers}
+    request.scope["state"]["job_id"] = shape.job_id
     if entered.replayed:
         stored = await _stored(request, response_format.PREFIX + shape.job_id)
-        return Response(stored.body(), media_type=_JSON, headers=headers)
+        return Response(stored.body(), media_type=_JSON, headers=entered.headers)
     body = wire_format.encode(response_format.response(shape, State("queued")))
-    return Response(body, media_type=_JSON, headers=headers)
+    return Response(body, media_type=_JSON, headers=entered.headers)
 
 
 def _terms(services: Services, asked: Asked) -> Terms:
@@ -146,7 +146,7 @@ def _terms(services: Services, asked: Asked) -> Terms:
 
 
 def _answer(stored: StoredResponse) -> Response:
-    return Response(stored.body(), media_type=_JSON, headers={"x-ropeway-job-id": stored.view.id})
+    return Response(stored.body(), media_type=_JSON)
 
 
 async def _stored(request: Request, response_id: str) -> StoredResponse:

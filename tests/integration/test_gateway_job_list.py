@@ -342,6 +342,18 @@ async def test_a_deleted_job_does_not_exist(gateway: Gateway) -> None:
 
 async def test_every_answer_names_its_job(gateway: Gateway) -> None:
     job_id = (await submit(gateway))["id"]
-    for method, path in (("GET", ""), ("POST", "/token"), ("POST", "/cancel"), ("DELETE", "")):
+    running = await gateway.worker.pull()
+
+    async def status(method: str, path: str) -> int:
         response = await gateway.http.request(method, f"/v1/jobs/{job_id}{path}")
-        assert response.headers["x-ropeway-job-id"] == job_id, path
+        assert response.headers.get_list("x-ropeway-job-id") == [job_id], (method, path)
+        return response.status_code
+
+    assert await status("DELETE", "") == 409
+    assert await status("GET", "/events?after=x") == await status("GET", "/events?after=99") == 400
+    await running.answer("x")
+    assert await status("GET", "/events?after=3") == 204
+    for method, path in (("GET", ""), ("GET", "/events"), ("POST", "/token"), ("POST", "/cancel"), ("DELETE", "")):
+        assert await status(method, path) == 200, path
+    assert await status("GET", "") == 404
+    assert "x-ropeway-job-id" not in (await gateway.http.get("/v1/jobs/no%0d%0aid")).headers
