@@ -181,7 +181,7 @@ async def _first_model(layout: Layout) -> str:
 
 def _example(layout: Layout, model: str) -> str:
     question = {"role": "user", "content": "What is a ropeway?"}
-    body = {"model": model, "stream": True, "max_tokens": 200, "messages": [question]}
+    body = {"model": model, "stream": True, "max_tokens": 200, "temperature": 0, "messages": [question]}
     lines = [f"curl -N {layout.url}/v1/chat/completions -H 'Content-Type: application/json'"]
     if layout.gateway.keys_required:
         lines.append('-H "Authorization: Bearer $YOUR_KEY"')
