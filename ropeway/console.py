@@ -19,6 +19,8 @@ EXIT_USAGE = 2
 _ANY_WIDTH = 100_000
 #: Width from which on a column of prose reads well, and what separates a column from the next one.
 _PROSE, _BETWEEN = 24, 3
+#: A space at which no line is broken.
+_GLUE = "\N{NO-BREAK SPACE}"
 
 out = Console(highlight=False, emoji=False)
 err = Console(stderr=True, highlight=False, emoji=False)
@@ -45,8 +47,11 @@ def show_rows(columns: Sequence[str], rows: Sequence[Sequence[str]], nothing: st
         return
     for name, *cells in rows:
         out.print(name, style="bold", markup=False, soft_wrap=True)
-        said = [f"{column}: {cell}" for column, cell in zip(columns[1:], cells, strict=True) if cell]
-        out.print(indented("; ".join(said)), markup=False, soft_wrap=True)
+        pairs = zip(columns[1:], cells, strict=True)
+        said = [
+            f"{column}: ".replace(" ", _GLUE) + cell for column, cell in pairs if cell
+        ]  # a heading stays with its cell
+        out.print(indented("; ".join(said)).replace(_GLUE, " "), markup=False, soft_wrap=True)
 
 
 def _fits(table: Table, prose: int) -> bool:
