@@ -206,6 +206,15 @@ async def test_a_job_that_killed_three_workers_runs_alone(store: JobStore, clien
     await check_lane(client, [one.envelope.id, two.envelope.id, other.id])
 
 
+@pytest.mark.parametrize(("most", "deaths"), [(1, 5), (5, 5), (6, 6), (8, 8)])
+async def test_more_than_five_attempts_allow_more_than_five_deaths(store: JobStore, most: int, deaths: int) -> None:
+    job = await start(store, owner="w0")
+    lease = Lease(lease_ms=0, max_attempts=most)
+    for number in range(1, deaths):
+        assert len((await store.pull(POOL, 0, f"w{number}", budget(idle=True), lease)).jobs) == 1
+    assert (await store.pull(POOL, 0, "last", budget(idle=True), lease)).buried == [job.envelope.id]
+
+
 async def test_a_killer_is_buried_after_it_was_alone_twice(store: JobStore, client: Any) -> None:
     job = await start(store, owner="a", callback_url="https://example.test")
     await store.publish([tokens(job, "a", 1)])
