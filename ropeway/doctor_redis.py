@@ -15,10 +15,13 @@ from shared.adapters import Adapters
 from shared.calls import AsyncClient, primaries
 from shared.cluster import Cluster, node_name
 from shared.connect import connect
-from shared.errors import ProtocolError, RopewayError
+from shared.errors import InvalidRequestError, ProtocolError, RopewayError
 from shared.protocol import Card, WorkerInfo
 from shared.redis_errors import TROUBLE
 from shared.redis_url import mask
+from shared.settings import AdapterSettings
+from shared.task_metrics import TaskQueueCollector
+from shared.task_queue import tasks_url
 from shared.upkeep import Upkeep
 from shared.webhooks import Webhooks, summed
 
@@ -30,6 +33,8 @@ _MOST_APART_S: Final = 1.0
 _NEARLY_FULL: Final = 0.9
 #: Seconds after which a webhook should have been tried, and after which somebody should look why that was in vain.
 _TRIED_S, _LATE_S = 60.0, 3600.0
+#: Seconds that the first of the background tasks may wait; those of the alert RopewayTasksWait.
+_TASKS_WAIT_S: Final = 900.0
 #: Milliseconds without a heartbeat after which a worker counts as gone.
 _WORKER_TTL_MS: Final = 15_000
 Info = Mapping[str, Any]
@@ -67,7 +72,7 @@ async def _findings(url: str) -> list[Finding]:
         mend = "start it, or name another one with --redis or ROPEWAY_REDIS_URL; of a cluster, every node has to answer"
         return [*found, Finding("server", str(error) or type(error).__name__, mend)]
     else:
-        return found + await _pools(Upkeep(client)) + await _webhooks(client)
+        return found + await _pools(Upkeep(client)) + await _tasks(client, url) + await _webhooks(client)
     finally:
         await client.aclose()
 
@@ -198,6 +203,42 @@ async def _pool(upkeep: Upkeep, card: Card) -> list[Finding]:
         for owner, why in sorted(stale.items())
     ]
     return found
+
+
+async def _tasks(client: AsyncClient, url: str) -> list[Finding]:
+    """Whether background tasks are run; nothing where none waits, or where they have no place (a cluster)."""
+    try:
+        place = tasks_url(AdapterSettings(redis_url=url))
+    except InvalidRequestError:
+        return []
+    try:
+        waiting = await asyncio.to_thread(_waiting, place)
+        alive = await Adapters(client).any_tasks()
+    except ModuleNotFoundError as error:
+        return [Finding("tasks", f"their queue is not looked at: {error.name} is not installed")]
+    except RopewayError as error:
+        return [Finding("tasks", error.message, "mend what is said above; else look at the user's rights")]
+    if waiting is None:
+        mend = None if place == url else "start it, or look at ROPEWAY_TASKS_REDIS_URL and its user's rights"
+        return [Finding("tasks", f"{mask(place)} says nothing of their queue", mend)]
+    count, age_s = waiting
+    if not count:
+        return []
+    mend = None
+    if age_s > _TRIED_S and not alive:
+        mend = "start a tasks process (ropeway tasks): nobody runs them"
+    elif age_s > _TASKS_WAIT_S:
+        mend = "start more tasks processes (ropeway tasks), if their logs do not say what holds them up"
+    return [Finding("tasks", f"{count} wait, the first for {age_s:.0f} s", mend)]
+
+
+def _waiting(url: str) -> tuple[int, float] | None:
+    queue = TaskQueueCollector(url, looks=False)
+    try:
+        queue.look()
+        return queue.waiting().get("tasks")
+    finally:
+        queue.close()
 
 
 async def _webhooks(client: AsyncClient) -> list[Finding]:

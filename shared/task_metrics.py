@@ -87,6 +87,14 @@ class TaskQueueCollector(Collector):
         finally:
             self._lock.release()
 
+    def waiting(self) -> dict[str, tuple[int, float]]:
+        """By queue (`tasks`, `webhooks`) how many wait, and for how many seconds the first has; nothing where the last
+        look saw nothing.
+        """
+        if time.monotonic() - self._looked_at >= _FRESH_S:
+            return {}
+        return {name: (state.tasks[0], state.oldest_s) for name, state in self._states.items()}
+
     def close(self) -> None:
         """Close the connection."""
         for queue in self._queues.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from shared.adapters import Adapters
 from shared.connect import connect
 from shared.jobs import Lease
 from shared.protocol import Card, TokenizerBundle, WorkerInfo
+from shared.task_queue import TaskQueue
 from shared.upkeep import Upkeep
 from tests.support.jobs import POOL, budget, envelope
 from tests.support.redis_server import RedisServer
@@ -211,3 +213,23 @@ async def test_every_node_of_a_cluster_is_looked_at() -> None:
             assert "use redis+cluster://" in ill(await look(single)).get("mode", "")
     assert len([name for name in found if name.startswith("clock ")]) == 3
     assert "those that died" in ill(found)[f"pool {POOL}"] and "still has 1 jobs" in found["worker w1"].value
+
+
+async def test_background_tasks_that_nobody_runs(url: str) -> None:
+    assert "tasks" not in await look(url)
+    queue = TaskQueue(url, 60)
+    await asyncio.to_thread(queue.run_batch, "batch_x", 0)
+    queue.close()
+    assert (await look(url))["tasks"] == Finding("tasks", "1 wait, the first for 0 s")
+    client = connect(url)
+
+    async def waits_since(moment: str) -> str | None:
+        await client.hset("rq:job:batch_x-0", "enqueued_at", moment)
+        return ill(await look(url)).get("tasks")
+
+    long_ago = "2020-01-01T00:00:00.000000Z"
+    assert "nobody runs them" in (await waits_since(long_ago) or "")
+    await Adapters(client).tasks_alive(60)
+    assert "more tasks processes" in (await waits_since(long_ago) or "")
+    assert await waits_since(datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")) is None
+    await client.aclose()
