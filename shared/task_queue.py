@@ -29,6 +29,8 @@ WEBHOOK_QUEUE: Final = "ropeway-webhooks"
 RETRY_AFTER_S: Final = (2, 10, 30, 60)
 #: Seconds that a task to deliver webhooks may wait, and is kept where it failed: the next look at them makes another.
 _DELIVER_TTL_S: Final = 60
+#: Seconds that a task counts as about to be begun after the last that was heard of who begins it.
+STARTING_S: Final = 30
 #: Seconds that a task may wait to be begun, and that one that failed is kept for people.
 _TTL_S: Final = 24 * 3600
 
@@ -59,6 +61,11 @@ def task_id(name: str, pending: PendingLoad) -> str:
 def batch_task_id(batch: str, number: int) -> str:
     """The id of a batch's task; `number`: how many were queued for it before."""
     return f"{batch}-{number}"
+
+
+def starting_key(job_id: str) -> str:
+    """What stands, for `STARTING_S`, for a task whose process is being started; renewed by whoever does it."""
+    return f"rq:starting:{job_id}"
 
 
 class TaskQueue:
@@ -148,11 +155,12 @@ class TaskQueue:
                 pipeline.lpos(queue.key, job_id)
                 pipeline.lpos(IntermediateQueue.get_intermediate_queue_key(queue.key), job_id)
                 pipeline.zscore(queue.scheduled_job_registry.key, job_id)
-                status, queued, taken, due = pipeline.execute()
+                pipeline.exists(starting_key(job_id))
+                status, queued, taken, due, starting = pipeline.execute()
         except TROUBLE as error:
             raise typed(error) from error
         if status == JobStatus.QUEUED.value.encode():
-            return queued is not None or taken is not None
+            return queued is not None or taken is not None or bool(starting)
         return status == JobStatus.SCHEDULED.value.encode() and due is not None
 
     def close(self) -> None:

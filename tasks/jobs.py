@@ -1,14 +1,15 @@
-"""The functions that RQ calls, each in a process of its own. Their arguments are JSON, and they answer nothing."""
+"""The functions that RQ calls, each in a process of its own but for that of webhooks. Their arguments are JSON, and
+they answer nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import secrets
 import threading
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
 import structlog
 from msgspec.structs import replace
@@ -23,6 +24,7 @@ from shared.file_store import FileStore
 from shared.settings import GatewaySettings, TasksSettings
 from shared.task_queue import DELIVER_WEBHOOKS, LOAD_ADAPTER, RUN_BATCH, TaskQueue, tasks_url
 from shared.tracing import OFF, Tracing
+from tasks.horse_main import living
 from tasks.load import TryAgainError, load
 
 _log = structlog.stdlib.get_logger("tasks.jobs")
@@ -35,9 +37,6 @@ ALLOWED_OF_WEBHOOKS: Final = frozenset({DELIVER_WEBHOOKS})
 stopping: Final = threading.Event()
 #: Names that are looked up at a time.
 _LOOKUPS: Final = 64
-
-#: Seconds between signs of life at a batch whose code is being imported.
-_STAY_S: Final = 1.0
 
 _settings: TasksSettings | None = None
 _tracing: Tracing = OFF
@@ -57,7 +56,7 @@ def load_adapter(name: str, version: int) -> None:
     """
     job = get_current_job()
     last = job is None or not job.retries_left
-    asyncio.run(_load(name, version, _settings or TasksSettings(), last=last))
+    asyncio.run(_alive(_load(name, version, _settings or TasksSettings(), last=last)))
 
 
 async def _load(name: str, version: int, settings: TasksSettings, *, last: bool) -> None:
@@ -75,17 +74,26 @@ def run_batch(batch: str, number: int) -> None:
     Raises:
         TryAgainError: RQ tries again later.
     """
-    asyncio.run(_run_batch(batch, _settings or TasksSettings()))
+    asyncio.run(_alive(_run_batch(batch, _settings or TasksSettings())))
+
+
+async def _alive(task: Coroutine[Any, Any, None]) -> None:
+    """Do it, and have its process give signs of life from the same event loop."""
+    async with living():
+        await task
 
 
 async def _run_batch(batch: str, settings: TasksSettings) -> None:
+    # Other tasks do not need it, nor the gateway's code that it brings.
+    from tasks.batch_run import BatchRun
+
     client = connect(settings.redis_url, max_connections=16)
     queue = TaskQueue(tasks_url(settings), settings.adapter_load_timeout_s)
     batches, token = Batches(client), secrets.token_hex(16)
     try:
         if not await batches.begin(batch, token):
             return
-        run = (await _batch_code(batches, batch, token)).BatchRun(
+        run = BatchRun(
             batches,
             FileStore(settings.files_store),
             batch,
@@ -108,18 +116,6 @@ async def _run_batch(batch: str, settings: TasksSettings) -> None:
     finally:
         queue.close()
         await client.aclose()
-
-
-async def _batch_code(batches: Batches, batch: str, token: str) -> ModuleType:
-    """The module that runs batches, and with it the gateway's code, which other tasks do not need.
-
-    On a busy machine it takes seconds to import, in which the batch must not look as if nobody were at it.
-    """
-    importing = asyncio.create_task(asyncio.to_thread(importlib.import_module, "tasks.batch_run"))
-    while not importing.done():
-        await asyncio.wait([importing], timeout=_STAY_S)
-        await batches.stay(batch, token)
-    return await importing
 
 
 def deliver_webhooks(what: str, number: int) -> None:

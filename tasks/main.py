@@ -108,6 +108,8 @@ class Tasks:
                 maintenance_interval=_WORKER_TTL_S,
                 log_job_description=False,
             )
+            worker.settings, worker.log_level = self._settings, self._log_level
+            worker.on_hung = self._metrics.hung.inc
             worker.work(logging_level=self._log_level)
             if worker._shutdown_requested_date is not None:
                 self._stop.set()

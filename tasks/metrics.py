@@ -28,6 +28,12 @@ class TasksMetrics:
             namespace=NAMESPACE,
             registry=r,
         )
+        self.hung = Counter(
+            "tasks_hung",
+            "Processes of tasks killed because they gave no sign of life; their tasks are begun anew",
+            namespace=NAMESPACE,
+            registry=r,
+        )
         self.deleted = Counter(
             "tasks_deleted_adapters", "Contents deleted that nobody wanted any more", namespace=NAMESPACE, registry=r
         )

@@ -5,28 +5,28 @@ Whoever can write to Redis could else have it import and call any function, or s
 
 from __future__ import annotations
 
-import ctypes
-import signal
-import sys
 import threading
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import structlog
 from redis import Redis
 from rq import Queue, Worker
 from rq.exceptions import NoSuchJobError
+from rq.executions import Execution
 from rq.job import Job
 from rq.registry import ScheduledJobRegistry
 from rq.serializers import JSONSerializer
 
 from shared.redis_errors import TROUBLE
-from shared.task_queue import QUEUE
+from shared.settings import TasksSettings
+from shared.task_queue import QUEUE, STARTING_S, starting_key
+from tasks.horse import Horse, Order, settings_of
 from tasks.jobs import ALLOWED, stopping
 from tasks.load import TryAgainError
 
 _log = structlog.stdlib.get_logger("tasks.rq_worker")
 
-_PR_SET_PDEATHSIG = 1
 #: Fields of a job that make RQ import something, call somebody, or go on with another job.
 _DANGEROUS = (
     "success_callback_name", "failure_callback_name", "stopped_callback_name", "webhooks", "dependency_ids",
@@ -89,6 +89,16 @@ class TaskWorker(Worker):
 
     #: Seconds that SIGTERM leaves a task to end.
     grace_s: float = 20.0
+    #: Seconds without a sign of life after which the process of a task is killed; another one begins it anew.
+    silent_s: float = 60.0
+
+    #: What tasks run with, and RQ's level of logs; set before it works.
+    settings: TasksSettings
+    log_level: str
+    #: Called when a process was killed because it gave no sign of life.
+    on_hung: Callable[[], None]
+    _horse: Horse | None = None
+    _silent_looks: int = 0
 
     def subscribe(self) -> None:
         """Nothing: RQ would listen to commands here, in a thread."""
@@ -103,11 +113,41 @@ class TaskWorker(Worker):
         timer.daemon = True
         timer.start()
 
-    def main_work_horse(self, job: Job, queue: Queue) -> None:
-        """The process of one task: it ends with this one."""
-        if sys.platform == "linux":
-            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        super().main_work_horse(job, queue)
+    def fork_work_horse(self, job: Job, queue: Queue) -> None:
+        """Start the process of a task; not by a fork, see `tasks.horse`."""
+        if self.execution is None:
+            raise RuntimeError("a task is begun before its execution is entered")
+        # Its place in RQ's intermediate queue would outlive this process by minutes, and nobody would miss the task.
+        with self.connection.pipeline() as pipeline:
+            pipeline.set(starting_key(job.id), "", ex=STARTING_S)
+            pipeline.lrem(queue.intermediate_queue_key, 0, job.id)
+            pipeline.execute()
+        order = Order(settings_of(self.settings), self.name, job.id, self.execution.id, self.log_level)
+        self._horse, self._silent_looks = Horse(order), 0
+        self._horse_pid = self._horse.pid
+
+    def monitor_work_horse(self, job: Job, queue: Queue, execution: Execution) -> None:
+        """Wait for its end."""
+        try:
+            super().monitor_work_horse(job, queue, execution)
+        finally:
+            if self._horse is not None:
+                self._horse.close()
+
+    def maintain_heartbeats(self, job: Job, execution: Execution) -> None:
+        """Every `job_monitoring_interval` seconds: see whether the process lives, and say so to RQ.
+
+        Looks are counted and not seconds: where the whole machine stood still, the process stood still with it.
+        """
+        if self._horse is not None:
+            self._silent_looks = 0 if self._horse.gave_sign() else self._silent_looks + 1
+            if self._silent_looks * self.job_monitoring_interval >= self.silent_s:
+                _log.error("the process of a task gives no sign of life and is killed", task=job.id, pid=self.horse_pid)
+                self._silent_looks = 0
+                self.on_hung()
+                self.kill_horse()
+        self.connection.expire(starting_key(job.id), STARTING_S)
+        super().maintain_heartbeats(job, execution)
 
     def handle_exception(self, job: Job, *exc_info: Any) -> None:
         """Log what nobody foresaw; that a load is tried again has been said by itself."""

@@ -15,7 +15,7 @@ from shared.adapter_store import FolderStore
 from shared.adapters import Adapters
 from shared.connect import connect, connect_sync
 from shared.lora.source import upload_source
-from shared.task_queue import QUEUE, TaskQueue, task_id
+from shared.task_queue import QUEUE, TaskQueue, starting_key, task_id
 from tasks.scheduler import TaskScheduler
 from tests.integration.test_adapter_tasks import MODEL, ended, prepare
 from tests.support.adapter_tasks import tasks, write_adapter
@@ -51,6 +51,9 @@ def test_a_task_waits_where_it_is_in_the_queue_and_not_where_it_only_says_so(
     assert queue.waits("x", PENDING), "somebody is about to begin it"
     client.delete(TAKEN)
     assert not queue.waits("x", PENDING), "its place in the queue is lost"
+    client.set(starting_key(name), "", ex=60)
+    assert queue.waits("x", PENDING), "its process is being started"
+    client.delete(starting_key(name))
     client.hset(f"rq:job:{name}", "status", "scheduled")
     assert not queue.waits("x", PENDING)
     client.zadd(DUE, {name: 1})

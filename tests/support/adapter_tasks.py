@@ -47,16 +47,18 @@ class TasksProcess:
     """A tasks process with its log in a file.
 
     Args:
+        program: what runs in place of `python -m tasks`, in Python.
         settings: by name; lists as they are.
     """
 
-    def __init__(self, redis_url: str, log: Path, **settings: Any) -> None:
+    def __init__(self, redis_url: str, log: Path, *, program: str | None = None, **settings: Any) -> None:
         self.port, self.log = free_port(), log
         settings = {"redis_url": redis_url, "tasks_health_port": self.port, "adapter_sweep_s": 0.2, **settings}
         env = {f"ROPEWAY_{k.upper()}": v if isinstance(v, str) else json.dumps(v) for k, v in settings.items()}
+        run = ["-m", "tasks"] if program is None else ["-c", program]
         with log.open("ab") as out:
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", "tasks"], cwd=ROOT, env={**os.environ, **env}, stdout=out, stderr=out
+                [sys.executable, *run], cwd=ROOT, env={**os.environ, **env}, stdout=out, stderr=out
             )
 
     def wait_ready(self, timeout: float = 150) -> None:
