@@ -48,6 +48,8 @@ _MIB = 1024 * 1024
 #: cores of a CPU 64 take torch as long as two decodes of 16 sequences in float32: the longest gap is then a little over
 #: three of those.
 _PREFILL_THRESHOLDS = {"cpu": 32, "cuda": 512}
+#: Prompt tokens of the class `batch` in a pass, where a pass takes the longer the more rows it has; 0: no bound.
+_BATCH_TOKENS = {"cpu": 128, "cuda": 0}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -86,6 +88,7 @@ def build_engine(config: EngineConfig, source: AdapterSource | None = None) -> E
         max_model_len=max_model_len,
         long_prefill_token_threshold=_prefill_threshold(config, device),
         prefill_pace=_prefill_pace(config, model_config, ops),
+        batch_prefill_tokens=_BATCH_TOKENS[device.type],
         enable_prefix_caching=config.enable_prefix_caching,
         max_loras=config.max_loras,
     )

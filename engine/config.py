@@ -28,6 +28,8 @@ class SchedulerConfig:
         long_prefill_token_threshold: most prompt tokens of one sequence in a pass that also decodes, so that running
             streams do not wait for a whole long prompt; 0: no such bound.
         prefill_pace: decides on that in place of the threshold, pass by pass; None: nothing does.
+        batch_prefill_tokens: most prompt tokens of the class `batch` in one pass; where others are served, that class
+            is also left out by turns, see `engine.classes`. 0: no such bound, and every pass is for all classes.
         enable_prefix_caching: reuse the blocks of equal prefixes.
         watermark: share of the pool that an admission leaves free while others run.
         lookahead: waiting sequences that are tried behind one that does not fit.
@@ -44,6 +46,7 @@ class SchedulerConfig:
     max_model_len: int = 2048
     long_prefill_token_threshold: int = 0
     prefill_pace: PrefillPace | None = None
+    batch_prefill_tokens: int = 0
     enable_prefix_caching: bool = True
     watermark: float = 0.01
     lookahead: int = 8
@@ -65,7 +68,8 @@ class SchedulerConfig:
             raise ValueError(f"max_model_len must be at least 2, not {self.max_model_len}")
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), not {self.watermark}")
-        for name in ("long_prefill_token_threshold", "lookahead", "max_bypasses", "output_reserve"):
+        bounds = ("long_prefill_token_threshold", "batch_prefill_tokens", "lookahead", "max_bypasses", "output_reserve")
+        for name in bounds:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative")
 

@@ -15,10 +15,12 @@ from itertools import chain
 
 from engine.adapters.slots import AdapterSlots, outranked
 from engine.block_pool import BlockPool, child_key, root_key
+from engine.classes import EVERYONE, Served, Turns
 from engine.config import SchedulerConfig
 from engine.hit_rate import HitRate
 from engine.plan import Span, StepPlan
 from engine.request import Capacity
+from engine.room import Room
 from engine.sequence import Sequence, SequenceState
 
 
@@ -69,6 +71,7 @@ class Scheduler:
         self._coming: dict[bytes, Sequence] = {}
         # For the next plan: blocks to copy, as (source, destination).
         self._copies: list[tuple[int, int]] = []
+        self._turns = Turns()
         # Whether no pass is under way, and whether a preemption has had to wait for that.
         self._settled, self._stuck = True, False
 
@@ -254,25 +257,22 @@ class Scheduler:
 
     def _budget(self, sequence: Sequence) -> int:
         """Tokens of the next pass that are left for it, behind all decodes and the prefills of its class and above."""
-        decodes = self._decodes()
-        ahead = sum(
-            min(s.remaining, self._chunk_limit(s, decodes)) - 1
-            for s in self._running
-            if s.priority <= sequence.priority and s.remaining > 1
-        )
-        return self.config.max_num_batched_tokens - len(self._running) - ahead
+        served = self._served()
+        if sequence.priority > served.prompts:
+            return 0
+        running = self._having_rows(served)
+        room = Room(self.config, running)
+        ahead = sum(room.take(s) - 1 for s in running if s.priority <= sequence.priority and s.remaining > 1)
+        return min(self.config.max_num_batched_tokens - len(running) - ahead, room.left(sequence))
 
-    def _decodes(self) -> int:
-        return sum(sequence.remaining == 1 for sequence in self._running)
+    def _served(self) -> Served:
+        """Whom the next pass is for."""
+        return self._turns.served(self._running) if self.config.batch_prefill_tokens else EVERYONE
 
-    def _chunk_limit(self, sequence: Sequence, decodes: int) -> int:
-        """Most tokens of one prefill in a pass with so many decodes."""
-        config = self.config
-        if decodes and config.prefill_pace is not None:
-            return config.prefill_pace.tokens(decodes, sequence.computed)
-        if decodes and config.long_prefill_token_threshold:
-            return config.long_prefill_token_threshold
-        return config.max_num_batched_tokens
+    def _having_rows(self, served: Served) -> list[Sequence]:
+        """Those of the next pass, by rank."""
+        running = [sequence for sequence in self._running if not (sequence.ahead and sequence.ends)]
+        return running if served is EVERYONE else [sequence for sequence in running if served.has(sequence)]
 
     def _prefix(self, sequence: Sequence) -> _Prefix | None:
         """What it need not compute; None where it should wait, since another is just computing more of that."""
@@ -409,9 +409,9 @@ class Scheduler:
     def _plan(self) -> StepPlan:
         spans: list[Span] = []
         prefills: list[Sequence] = []
-        for sequence in self._running:
-            if sequence.ahead and sequence.ends:
-                continue
+        served = self._served()
+        running = self._having_rows(served)
+        for sequence in running:
             if sequence.remaining == 1:
                 spans.append(Span(sequence, sequence.computed, 1, True))
             else:
@@ -420,13 +420,15 @@ class Scheduler:
         plan = StepPlan(spans=spans, decodes=len(spans), copies=self._copies, fills=fills)
         self._copies = []
         budget = self.config.max_num_batched_tokens - len(spans)
-        decodes = len(spans)
+        room = Room(self.config, running)
         for sequence in prefills:
-            if budget <= 0:
+            count = min(budget, room.take(sequence))
+            if count <= 0:
                 break
-            count = min(sequence.remaining, budget, self._chunk_limit(sequence, decodes))
             spans.append(_chunk(sequence, count))
             budget -= count
+        if spans:
+            self._turns.took(served)
         return plan
 
     def _keys(self, sequence: Sequence, blocks: int) -> list[bytes]:

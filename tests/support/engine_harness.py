@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.adapters.library import AdapterLibrary
 from engine.adapters.weights import Adapter
+from engine.classes import BATCH
 from engine.config import SchedulerConfig
 from engine.detokenizer import Detokenizer
 from engine.engine import Engine
@@ -231,7 +232,11 @@ def check_pass(runner: FakeRunner, config: SchedulerConfig) -> None:
     assert len(counts) <= config.max_num_seqs
     threshold = config.long_prefill_token_threshold
     if threshold and decodes:
-        assert max(counts[decodes:], default=0) <= threshold
+        watched = not config.batch_prefill_tokens or min(runner.priorities[-1][:decodes]) < BATCH
+        assert not watched or max(counts[decodes:], default=0) <= threshold
+    if config.batch_prefill_tokens:
+        batch = [count for count, priority in zip(counts, runner.priorities[-1], strict=True) if priority >= BATCH]
+        assert sum(batch[sum(p >= BATCH for p in runner.priorities[-1][:decodes]) :]) <= config.batch_prefill_tokens
 
 
 def run(engine: Engine, *requests: EngineRequest) -> dict[str, Transcript]:

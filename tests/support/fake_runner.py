@@ -72,6 +72,7 @@ class FakeRunner:
         self.next_token = next_token
         self.plans: list[list[tuple[str, int, int, int]]] = []  # per pass: (request, choice, start, count)
         self.decodes: list[int] = []  # per pass: how many of its spans are decodes
+        self.priorities: list[list[int]] = []  # per pass: of its spans
         self.computed_tokens = 0
         self.copied = 0
         self.slots: dict[int, str] = {}
@@ -95,6 +96,7 @@ class FakeRunner:
             self._write(span, state)
         self.plans.append([(s.sequence.request_id, s.sequence.index, s.start, s.count) for s in plan.spans])
         self.decodes.append(plan.decodes)
+        self.priorities.append([span.sequence.priority for span in plan.spans])
         self.computed_tokens += plan.tokens
         return [self._answer(span, state) for span, state in zip(plan.spans, states, strict=True)]
 

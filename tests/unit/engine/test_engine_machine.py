@@ -61,6 +61,7 @@ schedulers = st.fixed_dictionaries(
         "lookahead": st.integers(0, 3),
         "max_bypasses": st.integers(0, 3),
         "long_prefill_token_threshold": st.sampled_from([0, 1, 3, 8]),
+        "batch_prefill_tokens": st.sampled_from([0, 1, 5, 20]),
     }
 )
 

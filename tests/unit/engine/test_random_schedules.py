@@ -58,6 +58,7 @@ class Schedule:
             max_num_batched_tokens=seqs + rng.choice((0, 1, 3, 9)),
             max_model_len=CONTEXT,
             long_prefill_token_threshold=rng.choice((0, 0, 1, 4)),
+            batch_prefill_tokens=random.Random(f"classes {seed}").choice((0, 0, 1, 3, 12)),
             enable_prefix_caching=rng.random() < 0.7,
             watermark=rng.choice((0.0, 0.0, 0.1, 0.4)),
             lookahead=rng.randint(0, 3),
