@@ -12,6 +12,7 @@ import pytest
 from shared.errors import JobNotFoundError
 from shared.protocol import ErrorInfo
 from tests.integration.gateway_harness import Gateway, Running, serve
+from tests.support.logged import logged
 from tests.support.redis_topology import raw_client
 from tests.unit.gateway import support
 
@@ -391,11 +392,12 @@ async def test_no_text_of_a_response_is_in_a_log_nor_in_redis_where_it_is_not_to
         seen += await client.dump(key) or b""
     await client.aclose()
     assert b"sesame" not in seen
-    first = await create(gateway, "sesame answer", text="sesame prompt")
-    await create(gateway, "sesame answer", text="sesame again", previous_response_id=first["id"])
-    await gateway.http.post("/v1/responses", json=body("sesame", temperature="sesame"))
-    await gateway.http.post("/tokenize", json={"prompt": "sesame", "model": "sesame"})
-    await gateway.http.get("/v1/jobs?after=sesame&model=sesame&status=sesame")
+    with logged("debug"):
+        first = await create(gateway, "sesame answer", text="sesame prompt")
+        await create(gateway, "sesame answer", text="sesame again", previous_response_id=first["id"])
+        await gateway.http.post("/v1/responses", json=body("sesame", temperature="sesame"))
+        await gateway.http.post("/tokenize", json={"prompt": "sesame", "model": "sesame"})
+        await gateway.http.get("/v1/jobs?after=sesame&model=sesame&status=sesame")
     written = capfd.readouterr()
     assert "http.request" in written.out + written.err
     assert "sesame" not in written.out + written.err
