@@ -38,8 +38,10 @@ async def test_gateway_and_worker_outlive_it() -> None:
                         begun.set()
 
             stream = asyncio.create_task(read())
-            async with asyncio.timeout(60):
-                await begun.wait()
+            waiting = asyncio.create_task(begun.wait())
+            await asyncio.wait({stream, waiting}, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+            assert begun.is_set(), stream.result() if stream.done() else "no event in a minute"
             await asyncio.to_thread(server.kill)
             await asyncio.to_thread(server.start)
 
