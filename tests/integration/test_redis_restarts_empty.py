@@ -37,6 +37,9 @@ async def test_gateway_and_worker_outlive_it() -> None:
                         got.append(event)
                         begun.set()
 
+            async with asyncio.timeout(60):  # until the gateway has heard of the pool
+                while not (await http.get("/v1/models")).json()["data"]:
+                    await asyncio.sleep(0.1)
             stream = asyncio.create_task(read())
             waiting = asyncio.create_task(begun.wait())
             await asyncio.wait({stream, waiting}, timeout=60, return_when=asyncio.FIRST_COMPLETED)
