@@ -144,6 +144,7 @@ class Engine:
         outputs: dict[str, StepOutput] = {}
         self._emit_complete(outputs)
         self._turn(outputs)
+        self._rest()
         for output in outputs.values():
             if not output.finished:
                 self._account(self._live[output.request_id], output)
@@ -165,6 +166,7 @@ class Engine:
         live.complete = []
         output = self._finish(live, StepOutput(request_id))
         output.choices = deltas
+        self._rest()
         return output
 
     def capacity(self, priority: int = 1) -> Capacity:
@@ -221,7 +223,7 @@ class Engine:
         Raises:
             AssertionError: one is broken.
         """
-        self._scheduler.check()
+        self._scheduler.check([] if self._flight is None else self._flight.held)
         if self.library is not None:
             self.library.check(Counter(live.adapter for live in self._live.values() if live.adapter))
         queued = sorted((s.request_id, s.index) for s in self._scheduler.sequences())
@@ -281,9 +283,9 @@ class Engine:
         if flight is None and pending is None:
             self._apply_all(plan, self._passes.compute(plan), outputs)
             return
-        self._scheduler.launched(plan)
+        held = self._scheduler.launched(plan)
         sound = self._land(outputs)
-        self._flight = Flight(plan, pending if sound else None)
+        self._flight = Flight(plan, pending if sound else None, held)
 
     def _land(self, outputs: dict[str, StepOutput]) -> bool:
         """Take in the pass under way, if there is one; whether what was launched behind it may be trusted."""
@@ -291,8 +293,19 @@ class Engine:
         if flight is None:
             return True
         plan, answers, sound = self._passes.land(flight)
+        self._let_go(flight)
         self._apply_all(plan, answers, outputs)
         return sound
+
+    def _let_go(self, flight: Flight) -> None:
+        """It copies nothing any more."""
+        held, flight.held = flight.held, []
+        self._pool.release(held)
+
+    def _rest(self) -> None:
+        """Where nobody is left, a pass under way was for nobody."""
+        if not self._live and self._flight is not None:
+            self._let_go(self._flight)
 
     def _schedule(self, outputs: dict[str, StepOutput]) -> StepPlan | None:
         """The next pass; None where that under way has to land first.

@@ -21,11 +21,13 @@ Answers = list[Sampled | None]
 class Flight:
     """A pass that is planned, and counted by the scheduler, and whose answers are to come.
 
-    `pending` is None where it has not begun: it is computed when it lands.
+    `pending` is None where it has not begun: it is computed when it lands. `held` are the blocks that the pass copies
+    from, held until then: should it fail it copies again, whoever has given them back meanwhile.
     """
 
     plan: StepPlan
     pending: Pending | None
+    held: list[int]
 
 
 class Passes:

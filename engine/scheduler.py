@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -113,11 +113,19 @@ class Scheduler:
             self._admit()
         return None if self._stuck else self._plan()
 
-    def launched(self, plan: StepPlan) -> None:
-        """A pass is under way: the next one may be planned behind it."""
+    def launched(self, plan: StepPlan) -> list[int]:
+        """A pass is under way: the next one may be planned behind it.
+
+        Returns:
+            The blocks it copies from, which are held for it: to be released when it has landed.
+        """
         for span in plan.spans:
             span.sequence.computed = span.start + span.count
             span.sequence.ahead += span.sample
+        # What nobody holds has been given back with its copy.
+        held = sorted({source for source, _ in plan.copies if self.pool.references(source)})
+        self.pool.take(held)
+        return held
 
     def advance(self, span: Span) -> None:
         """The span is in the cache: count it, and make its full blocks findable."""
@@ -165,8 +173,11 @@ class Scheduler:
             sequences=max(0, self.config.max_num_seqs - sequences), tokens=max(0, room) * self.pool.block_size
         )
 
-    def check(self) -> None:
+    def check(self, held: Iterable[int] = ()) -> None:
         """Verify all invariants of queues, block tables and pool.
+
+        Args:
+            held: blocks that a pass under way holds.
 
         Raises:
             AssertionError: one is broken.
@@ -186,7 +197,7 @@ class Scheduler:
         _require(all(owner.state is SequenceState.RUNNING for owner in self._coming.values()), "a stale expectation")
         if self.slots is not None:
             self.slots.check(Counter(s.adapter for s in running if s.adapter is not None))
-        self.pool.check([sequence.block_table for sequence in running])
+        self.pool.check([*(sequence.block_table for sequence in running), list(held)])
 
     def _grow(self) -> None:
         """Give every decoding sequence the block of its next token, the highest rank first."""

@@ -220,16 +220,20 @@ class FaultyRunner(FakeRunner):
 class LaunchingRunner(FaultyRunner):
     """Launches passes, too: they are computed at once, and known later. Faults show in turns now and later.
 
+    What fails later, and what was launched behind it, leaves nothing but garbage.
+
     Attributes:
         hosts: requests of which the host is needed before a pass ends.
         launched, landed, late: passes that were begun, that were asked for, and that failed when they were.
+        behind: passes that were begun behind one that fails.
     """
 
     def __init__(self, num_blocks: int = 64, block_size: int = 4) -> None:
         super().__init__(num_blocks, block_size)
         self.hosts: set[str] = set()
-        self.launched = self.landed = self.late = 0
+        self.launched = self.landed = self.late = self.behind = 0
         self._given: dict[Sequence, dict[int, int]] = {}
+        self._failing = False  # a pass is under way that fails
 
     def launches(self, plan: StepPlan) -> bool:
         """Not where log probabilities are asked for, or the host is needed."""
@@ -258,13 +262,28 @@ class LaunchingRunner(FaultyRunner):
         return pending
 
     def _begin(self, plan: StepPlan) -> _Launched:
+        if self._failing:
+            self.behind += 1
+            return _Launched(self, self._garbage(plan), fails=False)
         if self.launched % 2:
             return _Launched(self, self.execute(plan), fails=False)
         breaks, self.breaks = self.breaks, None
         answers = FakeRunner.execute(self, plan)
         guilty = [self.guilty.get(span.sequence.request_id) for span in plan.spans]
+        self._failing = breaks is not None or "raise" in guilty
+        if self._failing:
+            return _Launched(self, self._garbage(plan), fails=True)
         spoilt = [self._spoilt(span, answer) for span, answer in zip(plan.spans, answers, strict=True)]
-        return _Launched(self, spoilt, fails=breaks is not None or "raise" in guilty)
+        return _Launched(self, spoilt, fails=False)
+
+    def _garbage(self, plan: StepPlan) -> list[Sampled | None]:
+        """What a pass gives that nobody may trust: it writes where it would, and not what it would."""
+        self._copy(plan.copies)
+        for span in plan.spans:
+            for position in range(span.start, span.start + span.count):
+                block = span.sequence.block_table[position // self.block_size]
+                self._blocks[block][position % self.block_size] = None
+        return [Sampled(position % EOS) if span.sample else None for position, span in enumerate(plan.spans)]
 
 
 class _Launched:
@@ -279,6 +298,7 @@ class _Launched:
         self._runner.landed += 1
         if self._fails:
             self._runner.late += 1
+            self._runner._failing = False
             raise RuntimeError("this pass is told to fail on its way")
         return self.answers
 

@@ -104,7 +104,8 @@ class Schedule:
         check_empty(self.engine)
         if isinstance(self._runner, LaunchingRunner):
             runner = self._runner
-            self.seen += Counter(launched=runner.launched, late=runner.late, dropped=runner.launched - runner.landed)
+            dropped = runner.launched - runner.landed
+            self.seen += Counter(launched=runner.launched, late=runner.late, behind=runner.behind, dropped=dropped)
         stats = self.engine.stats()
         there = {*stats.adapters.resident, *stats.adapters.in_memory}
         assert not there & self._retired - self._pinned, "an adapter that was to leave is still there"
@@ -279,4 +280,4 @@ def test_random_schedules_ahead_of_the_device(first: int) -> None:
             raise
         seen += schedule.seen
     assert seen["requests"] > 2 * SEEDS_PER_TEST
-    assert not [kind for kind in (*KINDS, "launched", "late", "dropped") if seen[kind] < 50]
+    assert not [kind for kind in (*KINDS, "launched", "late", "behind", "dropped") if seen[kind] < 50]
