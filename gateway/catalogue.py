@@ -61,6 +61,7 @@ class Catalogue:
         self._refreshed = -math.inf
         self._broken: dict[str, tuple[str, int]] = {}
         self._foreign: dict[str, str] = {}
+        self._listed: frozenset[str] = frozenset()
 
     @property
     def pools(self) -> Sequence[Pool]:
@@ -81,7 +82,7 @@ class Catalogue:
         """
         pool = self._pools.get(model)
         if pool is None:
-            await self.refresh_after_miss()
+            await self._look_again(model)
             pool = self._pools.get(model)
         if pool is None and model in self._foreign:
             raise ServiceUnavailableError(
@@ -111,7 +112,8 @@ class Catalogue:
         async with self._lock:
             pools: dict[str, Pool] = {}
             foreign: dict[str, str] = {}
-            for name in await self._store.pools():
+            listed = frozenset(await self._store.pools())
+            for name in sorted(listed):
                 try:
                     pool = await self._read(name)
                 except ProtocolError as error:  # one pool of another wire version must not hide the others
@@ -122,7 +124,7 @@ class Catalogue:
                     continue
                 if pool is not None:
                     pools[name] = pool
-            self._pools, self._foreign = pools, foreign
+            self._pools, self._foreign, self._listed = pools, foreign, listed
             self._refreshed = time.monotonic()
 
     async def run(self) -> None:
@@ -140,9 +142,20 @@ class Catalogue:
         """Whether everything was read so lately."""
         return time.monotonic() - self._refreshed <= seconds
 
-    async def refresh_after_miss(self) -> None:
-        """Look again, unless that was done just now. Raises ServiceUnavailableError where Redis is away."""
-        if time.monotonic() - self._refreshed >= MISS_REFRESH_S:
+    async def refresh_after_miss(self) -> bool:
+        """Look again, unless that was done just now; answers whether it was.
+
+        Raises:
+            ServiceUnavailableError: Redis is away.
+        """
+        if time.monotonic() - self._refreshed < MISS_REFRESH_S:
+            return False
+        await self.refresh()
+        return True
+
+    async def _look_again(self, model: str) -> None:
+        """After a miss; and where that was done just now, if the name has come since."""
+        if not await self.refresh_after_miss() and model not in self._listed and model in await self._store.pools():
             await self.refresh()
 
     async def _read(self, name: str) -> Pool | None:

@@ -127,7 +127,15 @@ async def test_an_unknown_name_is_404_and_never_the_base(gateway: Gateway, folde
     assert answer.status_code in (400, 404) and answer.json()["error"]["param"] == "lora_name"
 
 
-@pytest.mark.parametrize("path", ["..%2f..%2fetc", "%2e%2e", "%252e%252e", "a%2f..%2fb", "sql%00", "%2fabs", "x%0a"])
+@pytest.mark.parametrize("path", ["sql%00", "x%0a"])
+async def test_a_name_holds_no_control_characters(gateway: Gateway, path: str) -> None:
+    for base in ("/v1/adapters/", "/v1/models/"):
+        answer = await gateway.http.get(base + path)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error"), answer.text
+    assert (await gateway.http.delete("/v1/adapters/" + path)).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["..%2f..%2fetc", "%2e%2e", "%252e%252e", "a%2f..%2fb", "%2fabs"])
 async def test_a_path_is_no_name(gateway: Gateway, path: str) -> None:
     for base in ("/v1/adapters/", "/v1/models/"):
         answer = await gateway.http.get(base + path)
@@ -436,6 +444,9 @@ async def test_states_come_from_workers(gateway: Gateway, folder: Path) -> None:
 
 async def test_a_load_that_is_tried_again_says_why(gateway: Gateway) -> None:
     adapters = gateway.services.adapters._adapters
+    async with asyncio.timeout(60):  # Redis was emptied since the tasks process last said that it is there
+        while not await adapters.any_tasks():
+            await asyncio.sleep(0.05)
     record, *_ = await adapters.begin("sql", MODEL, PendingLoad(version=0, source="hf:org/sql"), replace=False)
     await adapters.loading("sql", 1, 600)  # somebody is at it, for all that the tasks process knows
     await adapters.put_off("sql", 1, "lora_path: the hub is not available")

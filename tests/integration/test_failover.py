@@ -52,6 +52,7 @@ class Stream:
         self.events: list[Event] = []
         self._news = asyncio.Event()
         self._task = asyncio.create_task(self._read())
+        self._task.add_done_callback(lambda _: self._news.set())
 
     async def _read(self) -> None:
         async with self._http.stream("POST", "/v1/completions", json=self._body) as response:
@@ -67,6 +68,8 @@ class Stream:
             while len(self.events) < count and not self._task.done():
                 self._news.clear()
                 await self._news.wait()
+        if self._task.done():
+            self._task.result()
 
     async def end(self) -> None:
         """Wait for the end; nothing may be missing, twice, or out of order."""

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway import load
+from gateway import catalogue, load
 from shared.protocol import WorkerInfo
 from tests.integration.gateway_harness import Gateway, completion, running, serve
 from tests.unit.gateway import support
@@ -136,3 +136,21 @@ async def test_the_key_of_an_autoscaler_opens_loads_and_nothing_else(valkey_url:
         assert await ask("/v1/jobs", "scaler", "POST") == await ask("/v1/adapters/x", "scaler", "DELETE") == 403
         assert await ask(LOAD, "scaler", "POST") == 405
         assert await ask("/v1/poolsx", "scaler") == 404
+
+
+async def test_a_pool_is_known_at_once(valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also right after the gateway looked, and without another look for names that stay unknown."""
+    monkeypatch.setattr(catalogue, "MISS_REFRESH_S", 3600.0)
+    async with serve(valkey_url, card=False) as gateway:
+        known = gateway.services.catalogue
+        await known.refresh()
+        assert (await gateway.http.post("/v1/completions", json=completion())).status_code == 404
+        refreshed = known._refreshed
+        await gateway.store.put_card(support.card(), support.bundle())
+        job = {"kind": "completion", "body": completion(max_tokens=2)}
+        assert (await gateway.http.post("/v1/jobs", json=job)).status_code == 202
+        assert known._refreshed > refreshed
+        refreshed = known._refreshed
+        answer = await gateway.http.post("/v1/completions", json={**completion(), "model": "another"})
+        assert (answer.status_code, known._refreshed) == (404, refreshed)
+        await (await gateway.worker.pull()).answer("x")

@@ -216,8 +216,13 @@ def test_redis_is_killed_and_started_again(system: System) -> None:
 
 
 def test_metrics_and_logs(system: System) -> None:
-    text = httpx.get(f"http://127.0.0.1:{system.started[-1].port}/metrics", timeout=30).text
-    samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("ropeway_webhook"))
+    end = time.monotonic() + 60
+    while True:  # the outboxes are looked at once a round
+        text = httpx.get(f"http://127.0.0.1:{system.started[-1].port}/metrics", timeout=30).text
+        samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("ropeway_webhook"))
+        if float(samples["ropeway_webhooks_pending"]) == 0 or time.monotonic() > end:
+            break
+        time.sleep(0.2)
     assert float(samples['ropeway_webhooks_total{outcome="delivered"}']) > 40
     assert float(samples['ropeway_webhooks_total{outcome="gone"}']) == 1
     assert float(samples['ropeway_webhook_tries_total{outcome="answered"}']) > 0
