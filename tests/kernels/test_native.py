@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engine.batch import build_batch
-from kernels.attention import AttentionBatch
+from kernels.attention import AttentionBatch, AttentionGroup
 from kernels.cpu import native
 from kernels.cpu.native import operations
 from kernels.cpu.native.program import CaptureError, Recorder, recording
@@ -171,6 +171,34 @@ def test_attention_serves_heads_of_any_even_size(ops: Ops, dim: int, dtype: torc
     weights = (torch.einsum("hd,khd->hk", query[0].double(), keys) * dim**-0.5).softmax(-1)
     expected = torch.einsum("hk,khd->hd", weights, values).view(1, -1)
     assert close(ops.paged_attention(query, cache, batch.attention, dim**-0.5), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [4, 16, 32])
+@pytest.mark.parametrize("dim", [32, 34, 64])
+def test_attention_over_what_was_written(ops: Ops, dtype: torch.dtype, block_size: int, dim: int) -> None:
+    """However the cache lies in memory: NaN wherever nothing is written, and rows alone as in company."""
+    length, kv_heads, heads = 145, 2, 6
+    table = torch.randperm(-(-length // block_size))
+    cache = torch.full((len(table), block_size, 2, kv_heads, dim), float("nan"), dtype=dtype)
+    kv, query = torch.randn(length, 2 * kv_heads * dim).to(dtype), torch.randn(length, heads, dim).to(dtype)
+    slots = (table[:, None] * block_size + torch.arange(block_size)).flatten()[:length]
+    for part in (slice(0, 1), slice(1, 38), slice(38, length)):
+        ops.write_kv(kv[part], cache, slots[part])
+
+    def attend(start: int, count: int) -> torch.Tensor:
+        blocks = table[: -(-(start + count) // block_size)]
+        group = AttentionGroup(1, count, count, blocks, start + count, np.array([count]), np.array([start + count]))
+        batch = AttentionBatch(torch.empty(0), [group])
+        return ops.paged_attention(query[start : start + count], cache, batch, dim**-0.5)
+
+    whole = attend(0, length)
+    keys, values = (x.double().repeat_interleave(3, 1) for x in kv.view(length, 2, kv_heads, dim).unbind(1))
+    scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * dim**-0.5
+    weights = scores.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf")).softmax(-1)
+    assert close(whole, torch.einsum("hqk,khd->qhd", weights, values).reshape(length, -1))
+    for start, count in ((0, 1), (15, 1), (16, 1), (31, 2), (63, 3), (64, 64), (144, 1), (100, 45)):
+        assert torch.equal(attend(start, count), whole[start : start + count])
 
 
 @pytest.mark.parametrize("size", [1e4, 3e38])

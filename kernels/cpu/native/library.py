@@ -15,7 +15,7 @@ from kernels.native_build import NativeUnavailableError, built
 
 logger = logging.getLogger(__name__)
 
-ABI = 5
+ABI = 6
 
 #: Numbers of dtypes in the records.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -110,14 +110,17 @@ class Rotary(Structure):
 
 
 class WriteKv(Structure):
-    """Operation 4; `stride` and `row_bytes` in bytes."""
+    """Operation 4; `stride` in bytes."""
 
     _fields_ = (
         ("kv", c_void_p),
         ("cache", c_void_p),
         ("slots", c_void_p),
         ("stride", c_int64),
-        ("row_bytes", c_int64),
+        ("block_size", c_int64),
+        ("kv_heads", c_int64),
+        ("dim", c_int64),
+        ("dtype", c_int64),
     )
 
 

@@ -140,10 +140,17 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 
 @register("write_kv", "cpu.native")
 def write_kv(kv: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Contract of the reference."""
-    size = kv.dtype.itemsize
+    """Contract of the reference, but that a block's elements lie as `paged_attention` takes them: see `src/cache.h`."""
+    _, block_size, _, kv_heads, dim = cache.shape
     record = native.WriteKv(
-        kv.data_ptr(), cache.data_ptr(), slot_mapping.data_ptr(), kv.stride(0) * size, kv.shape[1] * size
+        kv.data_ptr(),
+        cache.data_ptr(),
+        slot_mapping.data_ptr(),
+        kv.stride(0) * kv.dtype.itemsize,
+        block_size,
+        kv_heads,
+        dim,
+        DTYPES[kv.dtype],
     )
     issue(record, len(kv), kv, cache, slot_mapping)
 

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-constexpr int kAbi = 5;
+constexpr int kAbi = 6;
 
 enum Dtype : int64_t { kFloat32 = 0, kBFloat16 = 1 };
 
@@ -94,12 +94,13 @@ struct WriteKv {
     const void* kv;
     void* cache;
     const int64_t* slots;
-    int64_t stride, row_bytes;
+    int64_t stride;  // in bytes
+    int64_t block_size, kv_heads, dim, dtype;
 };
 
 struct Attention {
     const void* query;
-    const void* cache;  // [blocks, block_size, 2, kv_heads, dim]
+    const void* cache;  // blocks as `cache.h` says
     void* out;
     int64_t query_stride, out_stride, block_size, heads, kv_heads, dim, dtype;
     double scale;

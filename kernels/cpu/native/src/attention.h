@@ -134,6 +134,68 @@ struct HeadState {
     float *out, *total, *top;    // [rows][width], [rows], [rows]
 };
 
+static inline int64_t head_column(const Attention& a, int64_t kv_head, int64_t r) {
+    const int64_t group = a.heads / a.kv_heads;
+    return (kv_head * group + r % group) * a.dim;
+}
+
+// The tile's rows of a KV head, side by side.
+template <class T>
+static inline void copy_queries(const Attention& a, const QueryTile& tile, int64_t kv_head, T* query) {
+    const int64_t group = a.heads / a.kv_heads;
+    for (int64_t r = 0; r < tile.count * group; r++) {
+        const T* source = (const T*)a.query + (tile.row + r / group) * a.query_stride + head_column(a, kv_head, r);
+        std::memcpy((void*)(query + r * a.dim), source, a.dim * sizeof(T));
+    }
+}
+
+template <class T>
+static inline void clear(const HeadState<T>& s, int64_t rows, int64_t width) {
+    std::fill(s.total, s.total + rows, 0.0f);
+    std::fill(s.top, s.top + rows, -__builtin_inff());
+    std::memset(s.out, 0, rows * width * sizeof(float));
+}
+
+template <class T>
+static inline void write_results(const Attention& a, const QueryTile& tile, int64_t kv_head, const HeadState<T>& s,
+                                 int64_t width) {
+    const int64_t group = a.heads / a.kv_heads;
+    for (int64_t r = 0; r < tile.count * group; r++) {
+        T* result = (T*)a.out + (tile.row + r / group) * a.out_stride + head_column(a, kv_head, r);
+        const float scale = 1.0f / s.total[r];
+        for (int64_t d = 0; d < a.dim; d += L) {
+            const vf v = load(s.out + r * width + d) * scale;
+            if (d + L <= a.dim)
+                store(result + d, v);
+            else
+                store_some(result + d, v, (int)(a.dim - d));
+        }
+    }
+}
+
+// Scores of a row into weights, whose sum is of what is stored; returns what the row's earlier sums shrink by.
+template <class W>
+static inline float soften(float* score, int64_t visible, int used, float scale, float& top, float& total, W* weights) {
+    for (int j = (int)std::max<int64_t>(0, visible); j < used; j++) score[j] = -__builtin_inff();
+    vf most = splat(-__builtin_inff());
+    for (int j = 0; j < used; j += L) {
+        const vf v = load(score + j) * scale;
+        store(score + j, v);
+        most = v > most ? v : most;
+    }
+    const float highest = std::max(top, max_lanes(most));
+    vf sum = {};
+    for (int j = 0; j < used; j += L) {
+        const vf v = load(score + j);
+        store(weights + j, v == -__builtin_inff() ? vf{} : exp_v(v - highest));
+        sum += load(weights + j);
+    }
+    const float shrink = highest == top ? 1.0f : exp_v(splat(top - highest))[0];
+    top = highest;
+    total = total * shrink + sum_lanes(sum);
+    return shrink;
+}
+
 // A query tile and some KV heads: their keys lie side by side in the cache, so they go through it together.
 template <class T>
 class AttentionTask {
@@ -187,34 +249,12 @@ class AttentionTask {
         return {queries_ + h * rows_ * a.dim, out, out + rows_ * width_, out + rows_ * (width_ + 1)};
     }
 
-    // Where a row's head begins in query and result.
-    int64_t token(int64_t r) const { return tile_.row + r / group_; }
-    int64_t column(int64_t h, int64_t r) const { return ((first_head_ + h) * group_ + r % group_) * a.dim; }
-
     void begin(int64_t h) {
-        const HeadState<T> s = state(h);
-        for (int64_t r = 0; r < rows_; r++) {
-            const T* source = (const T*)a.query + token(r) * a.query_stride + column(h, r);
-            std::memcpy((void*)(s.query + r * a.dim), source, a.dim * sizeof(T));
-            s.total[r] = 0.0f, s.top[r] = -__builtin_inff();
-        }
-        std::memset(s.out, 0, rows_ * width_ * sizeof(float));
+        copy_queries(a, tile_, first_head_ + h, state(h).query);
+        clear(state(h), rows_, width_);
     }
 
-    void finish(int64_t h) {
-        const HeadState<T> s = state(h);
-        for (int64_t r = 0; r < rows_; r++) {
-            T* result = (T*)a.out + token(r) * a.out_stride + column(h, r);
-            const float scale = 1.0f / s.total[r];
-            for (int64_t d = 0; d < a.dim; d += L) {
-                const vf v = load(s.out + r * width_ + d) * scale;
-                if (d + L <= a.dim)
-                    store(result + d, v);
-                else
-                    store_some(result + d, v, (int)(a.dim - d));
-            }
-        }
-    }
+    void finish(int64_t h) { write_results(a, tile_, first_head_ + h, state(h), width_); }
 
     // Where a head's keys from the first on begin; values follow `kv_heads * dim` behind. A short tile's last key is
     // repeated.
@@ -251,36 +291,13 @@ class AttentionTask {
         for (int64_t r = 0; r < rows_; r += kQueryRows) {
             const int64_t some = std::min<int64_t>(kQueryRows, rows_ - r);
             for (int64_t i = 0; i < some; i++)
-                shrink[i] = soften(s, r + i, tile_.visible + (r + i) / group_ - first, used);
+                shrink[i] = soften(score_ + (r + i) * kKeys, tile_.visible + (r + i) / group_ - first, used,
+                                   (float)a.scale, s.top[r + i], s.total[r + i], score_ + (r + i) * kKeys);
             if (few_)
                 mix_from_cache(s, count, keys, next, shrink);
             else
                 mix(s, r, some, count, shrink);
         }
-    }
-
-    // Scores of a row into weights; what its earlier sums shrink by.
-    float soften(const HeadState<T>& s, int64_t r, int64_t visible, int used) {
-        float* row = score_ + r * kKeys;
-        for (int j = (int)std::max<int64_t>(0, visible); j < used; j++) row[j] = -__builtin_inff();
-        vf most = splat(-__builtin_inff());
-        for (int j = 0; j < used; j += L) {
-            const vf v = load(row + j) * (float)a.scale;
-            store(row + j, v);
-            most = v > most ? v : most;
-        }
-        const float highest = std::max(s.top[r], max_lanes(most));
-        vf sum = {};
-        for (int j = 0; j < used; j += L) {
-            const vf v = load(row + j);
-            const vf weight = v == -__builtin_inff() ? vf{} : exp_v(v - highest);
-            store(row + j, weight);
-            sum += weight;
-        }
-        const float shrink = highest == s.top[r] ? 1.0f : exp_v(splat(s.top[r] - highest))[0];
-        s.top[r] = highest;
-        s.total[r] = s.total[r] * shrink + sum_lanes(sum);
-        return shrink;
     }
 
     // Values of a tile as float32 panels.
@@ -336,19 +353,4 @@ static inline AttentionCut cut_attention(const Attention& a, int64_t tiles, int 
     cut.pairs = tiles * cut.splits;
     cut.each = std::max<int64_t>(1, cut.pairs / (threads * 8));
     return cut;
-}
-
-static inline void run_attention(const Attention& a, const Batch& batch, const std::vector<QueryTile>& tiles,
-                                 int threads, int64_t task, Scratch& scratch) {
-    const AttentionCut cut = cut_attention(a, (int64_t)tiles.size(), threads);
-    const int64_t last = std::min(cut.pairs, (task + 1) * cut.each);
-    for (int64_t pair = task * cut.each; pair < last; pair++) {
-        const QueryTile& tile = tiles[pair / cut.splits];
-        const QueryTile* after = pair + 1 < last ? &tiles[(pair + 1) / cut.splits] : nullptr;
-        const int64_t head = pair % cut.splits * cut.heads, after_head = (pair + 1) % cut.splits * cut.heads;
-        if (a.dtype == kBFloat16)
-            AttentionTask<bf16>(a, batch, tile, head, cut.heads, scratch).run(after, after_head);
-        else
-            AttentionTask<float>(a, batch, tile, head, cut.heads, scratch).run(after, after_head);
-    }
 }

@@ -116,7 +116,3 @@ static inline void run_rotary(const Rotary& r, int64_t row) {
     else
         r.table_dtype == kBFloat16 ? rotary_row<float, bf16>(r, row) : rotary_row<float, float>(r, row);
 }
-
-static inline void run_write_kv(const WriteKv& w, int64_t row) {
-    std::memcpy((char*)w.cache + w.slots[row] * w.row_bytes, (const char*)w.kv + row * w.stride, w.row_bytes);
-}

@@ -237,6 +237,8 @@ static inline LinearCut cut_panels(int64_t panels, int64_t group, int64_t rows, 
     const int64_t each = rows <= 8 ? 2 : rows <= 64 ? 4 : 8;
     const int64_t wanted = std::max<int64_t>(1, threads * each / std::max<int64_t>(1, cut.row_blocks));
     cut.panel_blocks = std::max<int64_t>(1, std::min(cut.groups, wanted));
+    // The same number for each thread, where that takes few more: nine tasks of two would be as long as ten.
+    while (cut.tasks() % threads && cut.panel_blocks < std::min(cut.groups, wanted + threads - 1)) cut.panel_blocks++;
     return cut;
 }
 

@@ -1,9 +1,10 @@
 // The library: programs of operations, run by a pool of threads. Called through ctypes; see `abi.h`.
 #include "abi.h"
-#include "attention.h"
+#include "cache.h"
 #include "elementwise.h"
 #include "gemm.h"
 #include "lora.h"
+#include "paired.h"
 #include "pool.h"
 #include "screen.h"
 
@@ -57,7 +58,8 @@ class Program {
             case kGather: return by_rows(task, *(const Gather*)i.record, run_gather);
             case kNorm: return by_rows(task, *(const Norm*)i.record, run_norm);
             case kRotary: return by_rows(task, *(const Rotary*)i.record, run_rotary);
-            case kWriteKv: return by_rows(task, *(const WriteKv*)i.record, run_write_kv);
+            case kWriteKv: return run_write_kv(*(const WriteKv*)i.record, task * kRowsEach,
+                                               std::min(batch_.rows, (task + 1) * kRowsEach));
 #if ROPEWAY_SCREEN
             case kScreenRows: return by_rows(task, *(const Screen*)i.record, [this](const Screen& s, int64_t row) {
                 run_screen_row(s, row, *screen_);

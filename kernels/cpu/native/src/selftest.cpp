@@ -284,7 +284,7 @@ void check_attention(std::vector<std::pair<int64_t, int64_t>> sequences, int64_t
     auto kv = filled<T>(keys * width), query = filled<T>(rows * heads * dim);
     std::unique_ptr<T[]> cache(new T[blocks * block * width]), out(new T[rows * heads * dim]);
     std::memset((void*)cache.get(), 0xff, blocks * block * width * sizeof(T));  // NaN wherever nothing is written
-    const WriteKv write{kv.get(), cache.get(), slots.data(), width * (int64_t)sizeof(T), width * (int64_t)sizeof(T)};
+    const WriteKv write{kv.get(), cache.get(), slots.data(), width * (int64_t)sizeof(T), block, kv_heads, dim, dtype_of<T>};
     run_one(kWriteKv, &write, rows_only(keys));
     Batch batch = rows_only(rows);
     batch.sequences = (int64_t)counts.size(), batch.counts = counts.data(), batch.lengths = lengths.data();
@@ -345,6 +345,12 @@ void check_all() {
         check_attention<T>({{5, 5}, {1, 17}, {40, 130}, {1, 4}}, 4, 1, 3, dim);
         check_attention<T>({{3, 33}}, 1, 1, 50, dim);
     }
+    for (int64_t dim : {32, 64, 96})
+        for (int64_t block : {16, 48}) {
+            check_attention<T>({{1, 1}, {1, 2}, {1, 15}, {1, 16}, {1, 17}, {1, 49}, {1, 65}}, block, 2, 3, dim);
+            check_attention<T>({{20, 20}, {13, 81}, {1, 128}, {2, 130}}, block, 3, 2, dim);
+            check_attention<T>({{2, 97}, {1, 64}}, block, 1, 26, dim);
+        }
 }
 
 }  // namespace
