@@ -173,32 +173,50 @@ def test_attention_serves_heads_of_any_even_size(ops: Ops, dim: int, dtype: torc
     assert close(ops.paged_attention(query, cache, batch.attention, dim**-0.5), expected)
 
 
+class Written:
+    """A sequence's keys and values as `write_kv` has written them, in NaN, and its queries."""
+
+    kv_heads, heads, length = 2, 6, 145
+
+    def __init__(self, ops: Ops, block_size: int, kv: torch.Tensor, query: torch.Tensor) -> None:
+        self._ops, self._block_size, self._query = ops, block_size, query
+        self._table = torch.randperm(-(-self.length // block_size))
+        shape = (len(self._table), block_size, 2, self.kv_heads, query.shape[2])
+        self._cache = torch.full(shape, float("nan"), dtype=kv.dtype)
+        slots = (self._table[:, None] * block_size + torch.arange(block_size)).flatten()[: self.length]
+        for part in (slice(0, 1), slice(1, 38), slice(38, self.length)):
+            ops.write_kv(kv[part], self._cache, slots[part])
+
+    def attend(self, start: int, count: int) -> torch.Tensor:
+        """Rows of so many queries from the first on."""
+        end = start + count
+        blocks = self._table[: -(-end // self._block_size)]
+        group = AttentionGroup(1, count, count, blocks, end, np.array([count]), np.array([end]))
+        rows = self._query[start:end]
+        return self._ops.paged_attention(
+            rows, self._cache, AttentionBatch(torch.empty(0), [group]), rows.shape[2] ** -0.5
+        )
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block_size", [4, 16, 32])
 @pytest.mark.parametrize("dim", [32, 34, 64])
-def test_attention_over_what_was_written(ops: Ops, dtype: torch.dtype, block_size: int, dim: int) -> None:
-    """However the cache lies in memory: NaN wherever nothing is written, and rows alone as in company."""
-    length, kv_heads, heads = 145, 2, 6
-    table = torch.randperm(-(-length // block_size))
-    cache = torch.full((len(table), block_size, 2, kv_heads, dim), float("nan"), dtype=dtype)
-    kv, query = torch.randn(length, 2 * kv_heads * dim).to(dtype), torch.randn(length, heads, dim).to(dtype)
-    slots = (table[:, None] * block_size + torch.arange(block_size)).flatten()[:length]
-    for part in (slice(0, 1), slice(1, 38), slice(38, length)):
-        ops.write_kv(kv[part], cache, slots[part])
-
-    def attend(start: int, count: int) -> torch.Tensor:
-        blocks = table[: -(-(start + count) // block_size)]
-        group = AttentionGroup(1, count, count, blocks, start + count, np.array([count]), np.array([start + count]))
-        batch = AttentionBatch(torch.empty(0), [group])
-        return ops.paged_attention(query[start : start + count], cache, batch, dim**-0.5)
-
-    whole = attend(0, length)
-    keys, values = (x.double().repeat_interleave(3, 1) for x in kv.view(length, 2, kv_heads, dim).unbind(1))
+def test_attention_over_what_was_written(ops: Ops, dtype: torch.dtype, dim: int) -> None:
+    """However a block lies in memory: rows alone are as in company, and as with blocks of another size."""
+    kv = torch.randn(Written.length, 2 * Written.kv_heads * dim).to(dtype)
+    query = torch.randn(Written.length, Written.heads, dim).to(dtype)
+    keys, values = (x.double().repeat_interleave(3, 1) for x in kv.view(len(kv), 2, Written.kv_heads, dim).unbind(1))
     scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * dim**-0.5
-    weights = scores.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf")).softmax(-1)
-    assert close(whole, torch.einsum("hqk,khd->qhd", weights, values).reshape(length, -1))
-    for start, count in ((0, 1), (15, 1), (16, 1), (31, 2), (63, 3), (64, 64), (144, 1), (100, 45)):
-        assert torch.equal(attend(start, count), whole[start : start + count])
+    weights = scores.masked_fill(torch.ones(len(kv), len(kv)).triu(1).bool(), float("-inf")).softmax(-1)
+    expected = torch.einsum("hqk,khd->qhd", weights, values).reshape(len(kv), -1)
+    whole: torch.Tensor | None = None
+    for block_size in (4, 16, 48, 1):
+        written = Written(ops, block_size, kv, query)
+        first = written.attend(0, len(kv))
+        whole = first if whole is None else whole
+        assert close(whole, expected)
+        assert torch.equal(first, whole)
+        for start, count in ((0, 1), (15, 1), (16, 1), (31, 2), (63, 3), (64, 64), (144, 1), (100, 45)):
+            assert torch.equal(written.attend(start, count), whole[start : start + count])
 
 
 @pytest.mark.parametrize("size", [1e4, 3e38])

@@ -115,6 +115,15 @@ static __attribute__((noinline)) void mix_tile(const float* p, int64_t stride, c
         for (int i = 0; i < V; i++) store(c + (r * V + i) * L, acc[r][i]);
 }
 
+// What weights and values are multiplied as.
+#if ROPEWAY_DPBF16
+template <class T>
+using Weight = T;
+#else
+template <class T>
+using Weight = float;
+#endif
+
 constexpr int kFewRows = 4;  // up to here values are worth no copy in float32
 constexpr int kWide = 4;     // vectors of a row that `mix_few` takes at once
 
@@ -204,14 +213,16 @@ class AttentionTask {
                   int64_t heads, Scratch& scratch)
         : a(attention), batch_(batch), tile_(tile), first_head_(first_head), heads_(heads),
           group_(a.heads / a.kv_heads), rows_(tile.count * group_), panels_((a.dim + NR - 1) / NR),
-          width_(panels_ * NR), few_(rows_ <= kFewRows && a.dim % (kWide * L) == 0) {
-        const int64_t floats = kKeys * width_ + rows_ * kKeys + MR * 2 * NR + heads * rows_ * (width_ + 2);
+          width_(panels_ * NR), few_(!kPairs && rows_ <= kFewRows && a.dim % (kWide * L) == 0) {
+        const int64_t floats = rows_ * kKeys + MR * 2 * NR + heads * rows_ * (width_ + 2);
         const int64_t narrow = heads * rows_ * a.dim + 2 * NR + NR * a.dim;
-        value_ = (float*)scratch.take(floats * sizeof(float) + narrow * sizeof(T) + 64);
-        score_ = value_ + kKeys * width_;
+        const int64_t weights = kKeys * width_ + rows_ * kKeys;
+        value_ = (W*)scratch.take(weights * sizeof(W) + floats * sizeof(float) + narrow * sizeof(T) + 64);
+        score_ = (float*)(value_ + kKeys * width_);
         mixed_ = score_ + rows_ * kKeys;
         states_ = mixed_ + MR * 2 * NR;
-        panel_ = (T*)(states_ + heads * rows_ * (width_ + 2));
+        weights_ = (W*)(states_ + heads * rows_ * (width_ + 2));
+        panel_ = (T*)(weights_ + rows_ * kKeys);
         queries_ = panel_ + 2 * NR + NR * a.dim;
     }
 
@@ -236,12 +247,16 @@ class AttentionTask {
     }
 
    private:
+    using W = Weight<T>;
+    static constexpr bool kPairs = sizeof(W) == 2;
+
     const Attention& a;
     const Batch& batch_;
     const QueryTile& tile_;
     const int64_t first_head_, heads_, group_, rows_, panels_, width_;
     const bool few_;
-    float *value_, *score_, *mixed_, *states_;
+    W *value_, *weights_;
+    float *score_, *mixed_, *states_;
     T *panel_, *queries_;
 
     HeadState<T> state(int64_t h) const {
@@ -286,42 +301,47 @@ class AttentionTask {
             });
         }
         const int used = (count + NR - 1) / NR * NR;
-        if (!few_) widen_values(keys, next, count);
+        if (!few_) pack_values(keys, next, count);
         float shrink[kQueryRows];
         for (int64_t r = 0; r < rows_; r += kQueryRows) {
             const int64_t some = std::min<int64_t>(kQueryRows, rows_ - r);
             for (int64_t i = 0; i < some; i++)
                 shrink[i] = soften(score_ + (r + i) * kKeys, tile_.visible + (r + i) / group_ - first, used,
-                                   (float)a.scale, s.top[r + i], s.total[r + i], score_ + (r + i) * kKeys);
-            if (few_)
-                mix_from_cache(s, count, keys, next, shrink);
-            else
-                mix(s, r, some, count, shrink);
+                                   (float)a.scale, s.top[r + i], s.total[r + i], weights_ + (r + i) * kKeys);
+            if constexpr (!kPairs)
+                if (few_) {
+                    mix_from_cache(s, count, keys, next, shrink);
+                    continue;
+                }
+            mix(s, r, some, count, shrink);
         }
     }
 
-    // Values of a tile as float32 panels.
-    void widen_values(const T* const* keys, const T* const* next, int count) {
-        for (int j = 0; j < count; j++) bring(next[j] + a.kv_heads * a.dim, a.dim);
+    // Values of a tile as panels, in pairs where weights are.
+    void pack_values(const T* const* keys, const T* const* next, int count) {
+        const int64_t behind = a.kv_heads * a.dim;
+        for (int j = 0; j < count; j++) bring(next[j] + behind, a.dim);
         for (int64_t p = 0; p < panels_; p++)
-            for (int j = 0; j < count; j++) {
-                const T* source = keys[j] + a.kv_heads * a.dim + p * NR;
-                float* target = value_ + (p * kKeys + j) * NR;
-                const int64_t left = a.dim - p * NR;
-                if (left >= NR) {
-                    store(target, load(source));
-                    store(target + L, load(source + L));
-                } else {
-                    store(target, left >= L ? load(source) : load_some(source, (int)left));
-                    store(target + L, left > L ? load_some(source + L, (int)(left - L)) : vf{});
+            for (int j = 0; j < count; j += kPairs ? 2 : 1)
+                for (int half = 0; half < 2; half++) {
+                    const int64_t column = p * NR + half * L, left = a.dim - column;
+                    vf first = value_at(keys[j] + behind + column, left);
+                    if constexpr (kPairs) {
+                        const vf second = j + 1 < count ? value_at(keys[j + 1] + behind + column, left) : vf{};
+                        first = (vf)((vu)first >> 16 | (vu)second);
+                    }
+                    std::memcpy((char*)value_ + ((p * kKeys + j) * NR * sizeof(W) + half * sizeof first), &first, sizeof first);
                 }
-            }
+    }
+
+    static vf value_at(const T* p, int64_t left) {
+        return left >= L ? load(p) : left > 0 ? load_some(p, (int)left) : vf{};
     }
 
     void mix(const HeadState<T>& s, int64_t r, int64_t some, int count, const float* shrink) {
         for (int64_t p = 0; p < panels_; p++)
             for_tiles(some, [&](int64_t at, int n) {
-                tile_rows<float>(n, score_ + (r + at) * kKeys, kKeys, value_ + p * kKeys * NR, count, mixed_);
+                tile_rows<W>(n, weights_ + (r + at) * kKeys, kKeys, value_ + p * kKeys * NR, count, mixed_);
                 for (int i = 0; i < n; i++)
                     add_up(s.out + (r + at + i) * width_ + p * NR, mixed_ + i * NR, 2, shrink[at + i]);
             });
@@ -330,7 +350,7 @@ class AttentionTask {
     void mix_from_cache(const HeadState<T>& s, int count, const T* const* keys, const T* const* next,
                         const float* shrink) {
         for (int64_t d = 0; d < a.dim; d += kWide * L) {
-            mix_few<T>((int)rows_, score_, kKeys, keys, next, a.kv_heads * a.dim + d, count, mixed_);
+            mix_few<T>((int)rows_, weights_, kKeys, keys, next, a.kv_heads * a.dim + d, count, mixed_);
             for (int64_t r = 0; r < rows_; r++)
                 add_up(s.out + r * width_ + d, mixed_ + r * kWide * L, kWide, shrink[r]);
         }

@@ -1,5 +1,4 @@
-// Attention over a cache in pairs, see `cache.h`: the tiles of `attention.h`, whose scores and sums both go through
-// VDPBF16PS. Weights are rounded to bfloat16, and summed as rounded.
+// Attention over a cache in pairs, see `cache.h`: bit for bit what `attention.h` gives where blocks lie plainly.
 #pragma once
 
 #include "attention.h"
@@ -60,8 +59,7 @@ static __attribute__((noinline)) void mix_runs(const bf16* weights, const Run* r
     __m512 acc[R][V];
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++)
-            acc[r][v] = _mm512_mul_ps(_mm512_loadu_ps(out + r * stride + v * L), _mm512_set1_ps(shrink[r]));
+        for (int v = 0; v < V; v++) acc[r][v] = _mm512_setzero_ps();
     auto add = [&](const bf16* pair, const char* values, __m512i mask) {
         __m512bh b[V];
         for (int v = 0; v < V; v++)
@@ -85,7 +83,10 @@ static __attribute__((noinline)) void mix_runs(const bf16* weights, const Run* r
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) _mm512_storeu_ps(out + r * stride + v * L, acc[r][v]);
+        for (int v = 0; v < V; v++) {
+            float* sum = out + r * stride + v * L;
+            store(sum, load(sum) * shrink[r] + (vf)acc[r][v]);
+        }
 }
 
 static inline void score_rows(int rows, const bf16* query, int64_t dim, const char* first, const char* second,
