@@ -13,6 +13,21 @@ static inline size_t panel_bytes(int64_t in, int64_t dtype) {
     return (size_t)NR * 4 * (dtype == kBFloat16 ? (in + 1) / 2 : in);
 }
 
+#if defined(__AVX512F__)
+// Two lines of a panel that a tile of R rows comes to. With few rows the time is that of reading it; with more there is
+// time to have it wait in the second cache.
+template <int R>
+static inline void bring_ahead(const char* panel) {
+    if constexpr (R <= 4) {
+        _mm_prefetch(panel + 2048, _MM_HINT_T0);
+        _mm_prefetch(panel + 2112, _MM_HINT_T0);
+    } else {
+        _mm_prefetch(panel + 8192, _MM_HINT_T1);
+        _mm_prefetch(panel + 8256, _MM_HINT_T1);
+    }
+}
+#endif
+
 // `c` [R][NR] = a [R, k] @ panel.
 #if ROPEWAY_DPBF16
 template <int R>
@@ -30,8 +45,7 @@ static __attribute__((noinline)) void tile(const bf16* a, int64_t stride, const 
     };
     for (int64_t i = k / 2; i > 0; i--) {
         __m512bh b0 = (__m512bh)_mm512_loadu_si512(b), b1 = (__m512bh)_mm512_loadu_si512(b + 64);
-        _mm_prefetch(b + 2048, _MM_HINT_T0);
-        _mm_prefetch(b + 2112, _MM_HINT_T0);
+        bring_ahead<R>(b);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
             int32_t pair;
@@ -188,6 +202,14 @@ static inline void finish_logits(const Linear& l, int64_t row, int rows, int64_t
     }
 }
 
+// Asks for the lines that a tile's results go to, before it is computed: they are far apart.
+template <class T>
+static inline void bring_results(const Linear& l, int64_t row, int rows, int64_t panel) {
+    if (l.epilogue == kLogits) return;
+    const T* out = (const T*)l.out + row * l.out_stride + panel * (l.epilogue == kGated ? L : NR);
+    for (int r = 0; r < rows; r++) __builtin_prefetch(out + r * l.out_stride, 1);
+}
+
 // Panels [begin, end) of the rows [first, last).
 template <class T>
 static void linear_block(const Linear& l, const Batch& batch, int64_t first, int64_t last, int64_t begin, int64_t end) {
@@ -205,8 +227,10 @@ static void linear_block(const Linear& l, const Batch& batch, int64_t first, int
             const int64_t row = first + at;
             const T* x = (const T*)l.x + row * l.x_stride;
             vf most[MR];
-            for (int r = 0; r < rows; r++) most[r] = splat(-__builtin_inff());
+            if (l.epilogue == kLogits)
+                for (int r = 0; r < rows; r++) most[r] = splat(-__builtin_inff());
             for (int64_t p = panel; p < panel + group; p++) {
+                bring_results<T>(l, row, rows, p);
                 if (p < stored) tile_rows<T>(rows, x, l.x_stride, (const T*)((const char*)l.packed + p * bytes), l.in, c);
                 if (l.lora) add_low<T>(*l.lora, batch, reach[p - panel], row, rows, c);
                 if (l.epilogue == kPlain) finish_plain<T>(l, row, rows, p, c);

@@ -246,8 +246,7 @@ static __attribute__((noinline)) void screen_tile(const int8_t* rows, int64_t st
     for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = _mm512_setzero_si512();
     const int8_t *p0 = rows, *p1 = rows + 3 * stride, *p2 = rows + 6 * stride, *p3 = rows + 9 * stride;
     for (int64_t i = quads; i > 0; i--) {
-        _mm_prefetch((const char*)panel + 2048, _MM_HINT_T0);
-        _mm_prefetch((const char*)panel + 2112, _MM_HINT_T0);
+        bring_ahead<R>((const char*)panel);
         const __m512i b0 = _mm512_loadu_si512(panel), b1 = _mm512_loadu_si512(panel + 64);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {

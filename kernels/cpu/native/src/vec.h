@@ -128,10 +128,16 @@ static inline float max_lanes(vf v) {
 // e^x within 2 units in the last place, clamped to [-87.3, 88.3]; a NaN stays one. Range reduction by multiples of ln 2
 // and a polynomial of degree 6, as in Cephes' expf.
 static inline vf exp_v(vf x) {
+#if defined(__AVX512F__)
+    // Of a NaN and a number, the second operand.
+    x = (vf)_mm512_min_ps(_mm512_set1_ps(88.3f), _mm512_max_ps(_mm512_set1_ps(-87.3f), (__m512)x));
+    const vf n = (vf)_mm512_roundscale_ps((__m512)(x * 1.44269504088896341f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
     x = x < -87.3f ? splat(-87.3f) : x;
     x = x > 88.3f ? splat(88.3f) : x;
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    vf n = (x * 1.44269504088896341f + magic) - magic;
+    const vf n = (x * 1.44269504088896341f + magic) - magic;
+#endif
     vf r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
     vf y = splat(1.9875691500e-4f);
@@ -141,12 +147,26 @@ static inline vf exp_v(vf x) {
     y = y * r + 1.6666665459e-1f;
     y = y * r + 5.0000001201e-1f;
     y = y * r * r + r + 1.0f;
+#if defined(__AVX512F__)
+    return (vf)_mm512_scalef_ps((__m512)y, (__m512)n);
+#else
     // Of a NaN the conversion below would be undefined.
     vf whole = n == n ? n : splat(0.0f);
     vi power = (__builtin_convertvector(whole, vi) + 127) << 23;
     return y * (vf)power;
+#endif
+}
+
+// 1 / x within 2 units in the last place, of what is neither zero nor infinite.
+static inline vf inverse_v(vf x) {
+#if defined(__AVX512F__)
+    const vf near = (vf)_mm512_rcp14_ps((__m512)x);
+    return near * (2.0f - x * near);
+#else
+    return 1.0f / x;
+#endif
 }
 
 static inline vf silu_v(vf x) {
-    return x / (1.0f + exp_v(-x));
+    return x * inverse_v(1.0f + exp_v(-x));
 }
