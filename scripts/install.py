@@ -34,6 +34,15 @@ CONSTRAINTS = ROOT / "constraints.txt"
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 #: Modules that between them import what gateway and worker do at their start.
 STARTED = ("ropeway.cli", "gateway.app", "worker.main", "engine.build")
+#: What the first start would do.
+BUILD = """
+from engine.cache_folder import default_cache_dir
+from kernels.native_build import NativeUnavailableError, build
+try:
+    build(default_cache_dir())
+except NativeUnavailableError as error:
+    print(f"install: torch's kernels will compute on the CPU: {error}")
+"""
 CHOICES = ("auto", "cpu", "cuda", "default")
 
 #: Its dependencies (a CLI and a compiled runtime) serve another program; Ropeway reads only the GGUF file in it. The
@@ -126,6 +135,16 @@ def compile_started() -> None:
         print("install: not all of the project can be imported; starts will be slower", file=sys.stderr)
 
 
+def build_kernels() -> subprocess.Popen[bytes] | None:
+    """Begin to build the native CPU kernels into the user's cache, so that no start need; None without torch.
+
+    Where it cannot be done nothing is lost: each start tries, and says what it computes with.
+    """
+    if importlib.util.find_spec("torch") is None:
+        return None
+    return subprocess.Popen([sys.executable, "-c", BUILD], cwd=ROOT)
+
+
 def candidate_of(requirement: str) -> Candidate:
     """What pip would install for a requirement; only metadata is fetched where the index offers it apart."""
     with tempfile.TemporaryDirectory() as folder:
@@ -172,7 +191,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pip_install("--quiet", "--constraint", str(CONSTRAINTS), *editable)
         for name in WITHOUT_DEPENDENCIES:
             pip_install("--quiet", "--no-deps", pin(name))
+        building = build_kernels()
         compile_started()
+        if building is not None:
+            building.wait()
     except InstallError as error:
         print(f"install: {error}", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""Which build of torch the installation script takes."""
+"""The installation script: which build of torch it takes, and what it does ahead of the first start."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from kernels.native_build import NativeUnavailableError, build, compiler, intact
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -44,6 +46,29 @@ def test_a_start_that_cannot_be_imported_is_said(
     monkeypatch.setattr(install, "STARTED", ("no_such_module",))
     install.compile_started()
     assert "starts will be slower" in capsys.readouterr().err
+
+
+def test_kernels_are_built_for_the_first_start(
+    install: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    try:
+        compiler()
+    except NativeUnavailableError as error:
+        pytest.skip(str(error))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert install.build_kernels().wait() == 0
+    [folder] = (tmp_path / "ropeway" / "kernels").iterdir()
+    assert intact(folder)
+    assert build(tmp_path / "ropeway")[0].parent == folder
+
+
+def test_without_a_compiler_the_installation_goes_on(
+    install: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert install.build_kernels().wait() == 0
+    assert "torch's kernels will compute on the CPU: no C++ compiler (no-such-compiler)" in capfd.readouterr().out
 
 
 CUDA = ("2.13.0", ("filelock", "nvidia-cublas-cu13==13.1; platform_system == 'Linux'", "triton==3.5"))
