@@ -29,7 +29,6 @@ def own_logprobs(engine: Engine, tokens: list[int]) -> torch.Tensor:
     """[tokens, vocab] float32: the log probabilities behind each position, by the engine's own model in one pass."""
     import torch
 
-    from engine.batch import build_batch
     from engine.plan import Span
     from engine.sequence import Sequence
     from shared.sampling import SamplingParams
@@ -38,8 +37,7 @@ def own_logprobs(engine: Engine, tokens: list[int]) -> torch.Tensor:
     blocks = list(range(-(-len(tokens) // runner.block_size)))
     sequence = Sequence("q", 0, SamplingParams(), 0, tokens, len(tokens), len(tokens) + 1, block_table=blocks)
     with torch.inference_mode():
-        batch = build_batch([Span(sequence, 0, len(tokens), True)], runner._layout)
-        hidden = runner._forward(batch.tokens, batch.positions, batch.attention, None)
+        hidden = runner._forward(runner._batch([Span(sequence, 0, len(tokens), True)]), None)
         logits = runner._model.logits(hidden).values[:, : runner.vocab_size]
         return torch.Tensor(logits.float()).log_softmax(-1)
 

@@ -11,7 +11,8 @@ import torch
 
 from engine.adapters.device import DeviceAdapters
 from engine.adapters.weights import Adapter
-from engine.batch import CacheLayout, build_batch
+from engine.batch import Batch, CacheLayout, build_batch
+from engine.host_batch import HostBatch, host_batch
 from engine.kv_memory import taken_ahead, zeros
 from engine.logprobs import score
 from engine.models.registry import CausalLM
@@ -21,7 +22,7 @@ from engine.sampler import Sampler, takes_argmax
 from engine.sequence import Sequence
 from kernels.blocked import BlockedLogits
 from kernels.lora import Ints, LoraPass
-from kernels.ops import Ops, wants_groups
+from kernels.ops import Ops, reads_host, wants_groups
 from kernels.transfer import to_device
 from shared.errors import EngineError
 
@@ -74,7 +75,7 @@ class ModelRunner:
         self._layout = CacheLayout(
             block_size, num_blocks, config.num_key_value_heads, model.dtype, model.device, grouped=wants_groups(ops)
         )
-        self._forward = ops.capture(model.forward, self._cache)
+        self._forward, self._on_host = ops.capture(model.forward, self._cache), reads_host(ops)
         self._adapters = adapters
         self._tainted: set[int] = set()
 
@@ -109,9 +110,13 @@ class ModelRunner:
             self._clean(plan.spans)
         if self._ahead is not None:
             self._ahead.advance(max(span.sequence.block_table[-1] for span in plan.spans))
-        batch = build_batch(plan.spans, self._layout)
+        batch = self._batch(plan.spans)
         rows = PassRows(batch.order, batch.sample_rows, self._slots(plan.spans, batch.order))
-        return rows, self._forward(batch.tokens, batch.positions, batch.attention, self._lora(rows.slots))
+        return rows, self._forward(batch, self._lora(rows.slots))
+
+    def _batch(self, spans: list[Span]) -> Batch | HostBatch:
+        """As the forward pass takes it."""
+        return host_batch(spans, self.block_size) if self._on_host else build_batch(spans, self._layout)
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
         if copies:

@@ -144,6 +144,11 @@ def wants_groups(ops: Ops) -> bool:
     return not (is_native(ops) or is_triton(ops))
 
 
+def reads_host(ops: Ops) -> bool:
+    """Whether a pass that `capture` has made takes a `kernels.host_pass.HostPass`; else tensors."""
+    return ops.capture is _table.get(("capture", NATIVE))
+
+
 def _choose(operation: str, backends: tuple[str, ...]) -> Callable[..., Any]:
     for backend in backends:
         kernel = implementation(operation, backend)

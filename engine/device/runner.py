@@ -200,7 +200,7 @@ class DeviceRunner(ModelRunner):
         if isinstance(inputs, Decode):
             assert self._graphs is not None
             return self._graphs.run(inputs)
-        return self._forward(inputs.tokens, inputs.positions, inputs.attention, self._lora(staged.rows.slots))
+        return self._forward(inputs, self._lora(staged.rows.slots))
 
     def _clean(self, spans: list[Span]) -> None:
         """Zero what is begun anew where attention could see behind a sequence's end.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -12,12 +13,24 @@ from kernels.ops import register
 
 #: Tokens, positions, KV cache, batch and adapters to hidden states; see `engine.models.registry.CausalLM.forward`.
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionBatch, LoraPass | None], torch.Tensor]
-Step = Callable[[torch.Tensor, torch.Tensor, AttentionBatch, LoraPass | None], torch.Tensor]
+
+
+class PassInputs(Protocol):
+    """A pass as tensors: [tokens] int64 tokens and positions, and the batch that they are."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    attention: AttentionBatch
+
+
+Step = Callable[[PassInputs, LoraPass | None], torch.Tensor]
 
 
 @register("capture", "reference")
 def capture(forward: Forward, cache: torch.Tensor) -> Step:
-    """A function `tokens, positions, batch, lora -> forward(tokens, positions, cache, batch, lora)`.
+    """A function `inputs, lora -> forward(inputs.tokens, inputs.positions, cache, inputs.attention, lora)`.
+
+    Where `kernels.ops.reads_host` says so, its inputs are a `HostPass` instead.
 
     Args:
         forward: does the same operations whatever the batch, given the same layers of `lora`; besides those of the
@@ -28,9 +41,7 @@ def capture(forward: Forward, cache: torch.Tensor) -> Step:
         What gives [tokens, hidden], valid until the next call.
     """
 
-    def step(
-        tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, lora: LoraPass | None
-    ) -> torch.Tensor:
-        return forward(tokens, positions, cache, batch, lora)
+    def step(inputs: PassInputs, lora: LoraPass | None) -> torch.Tensor:
+        return forward(inputs.tokens, inputs.positions, cache, inputs.attention, lora)
 
     return step

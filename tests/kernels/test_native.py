@@ -7,16 +7,19 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from engine.batch import build_batch
+from engine.host_batch import host_batch
 from kernels.attention import AttentionBatch, AttentionGroup
 from kernels.cpu import native
 from kernels.cpu.native import operations
 from kernels.cpu.native.program import CaptureError, Recorder, recording
+from kernels.host_pass import HostPass
 from kernels.lora import LoraLayer, LoraPass, lora_batch
 from kernels.ops import NATIVE, Ops, is_native, ops_for
 from kernels.packed import Packed
@@ -272,9 +275,9 @@ def test_a_recorded_pass_gives_the_bits_of_the_operations_one_by_one(ops: Ops, d
     # Few rows, more than the program was recorded for, and few again.
     for counts in ([5, 1, 1], [100, 1, 90], [1], [3, 2]):
         spans = [pool.span(0, count) for count in counts]
-        batch = build_batch(spans, pool.layout)
+        batch = build_batch(spans, replace(pool.layout, grouped=False))
         expected = forward(batch.tokens, batch.positions, other, batch.attention)
-        found = step(batch.tokens, batch.positions, batch.attention, None)
+        found = step(host_batch(spans, 4), None)
         assert torch.equal(found, expected)
         assert torch.equal(cache, other)
         assert found.isfinite().all()
@@ -292,14 +295,15 @@ def test_a_recorded_pass_with_adapters_gives_the_bits_of_the_operations_one_by_o
     layers = {"qkv": layer_for(NATIVE, LoraLayer(a, b, np.array([4, 2, 3]), np.array([6 * DIM])))}
     plain = None
     for turn, counts in enumerate(([5, 1, 1], [100, 1, 90], [1], [3, 2], [5, 1, 1])):
-        batch = build_batch([pool.span(0, count) for count in counts], pool.layout)
+        spans = [pool.span(0, count) for count in counts]
+        batch = build_batch(spans, replace(pool.layout, grouped=False))
         rows = sum(counts)
         slots = lora_batch([row % 4 - 1 for row in range(1, rows + 1)], torch.device("cpu"))
         # The layers grow by one, which the recorded program does not know.
         lora = LoraPass({} if turn < 2 else layers, int(turn >= 2), slots)
         for adapted in (lora, None):
             expected = forward(batch.tokens, batch.positions, other, batch.attention, adapted)
-            found = step(batch.tokens, batch.positions, batch.attention, adapted)
+            found = step(host_batch(spans, 4), adapted)
             assert torch.equal(found, expected)
             assert torch.equal(cache, other)
             if adapted is None:
@@ -323,13 +327,24 @@ def test_a_pass_with_an_operation_of_torch_is_not_recorded(ops: Ops, caplog: pyt
         return ops.embed(table, tokens).mul(2.0)
 
     step = ops.capture(forward, torch.zeros(0))
-    ids = torch.tensor([3, 1])
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert torch.equal(step(ids, ids, AttentionBatch(ids), None), table[ids] * 2)
+            assert torch.equal(step(HostPass([3, 1], [3, 1], [3, 1]), None), table[[3, 1]] * 2)
     assert [record.message for record in caplog.records] == [
         "the forward pass runs operation by operation: aten.mul.Tensor is computed by torch"
     ]
+
+
+def test_a_pass_that_is_not_recorded_knows_its_sequences(ops: Ops) -> None:
+    forward, cache = chain(ops, torch.float32)
+    other = cache.clone()
+    step = ops.capture(lambda *inputs: forward(*inputs) * 2.0, cache)
+    pool = Pool(random.Random(3), 4, 1, torch.float32, 200)
+    spans = [pool.span(0, 5), pool.span(0, 1), pool.span(0, 9)]
+    batch = build_batch(spans, replace(pool.layout, grouped=False))
+    expected = forward(batch.tokens, batch.positions, other, batch.attention) * 2.0
+    assert torch.equal(step(host_batch(spans, 4), None), expected)
+    assert torch.equal(cache, other)
 
 
 def test_rows_of_another_number_are_not_recorded(ops: Ops) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ from kernels.attention import AttentionBatch
 from kernels.cpu.native import library as native
 from kernels.cpu.native.library import DTYPES, Batch
 from kernels.cpu.native.program import empty, issue, recorder
+from kernels.host_pass import HostPass
 from kernels.ops import register
 
 Ints = npt.NDArray[np.int64]
@@ -19,12 +21,9 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class Sequences:
-    """A batch as the library takes it; the arrays are what `record` points to."""
+    """A batch as the library takes it; `numbers` are what `record` points to."""
 
-    counts: Ints
-    lengths: Ints
-    starts: Ints
-    blocks: Ints
+    numbers: object
     record: Batch
 
     @classmethod
@@ -39,16 +38,17 @@ class Sequences:
             size = len(group.blocks)
             starts.append(np.arange(first, first + size, size // group.batch))
             first += size
-        begins = np.concatenate(starts)
-        record = Batch(
-            rows,
-            len(counts),
-            counts.ctypes.data,
-            lengths.ctypes.data,
-            begins.ctypes.data,
-            blocks.ctypes.data,
-        )
-        return cls(counts, lengths, begins, blocks, record)
+        numbers = counts, lengths, np.concatenate(starts), blocks
+        return cls(numbers, Batch(rows, len(counts), *(each.ctypes.data for each in numbers)))
+
+    @classmethod
+    def of_host(cls, inputs: HostPass) -> Sequences:
+        """Those of a pass in plain numbers."""
+        # An array of Python's: NumPy's and torch's code would have to come back into the CPU's caches at every pass.
+        numbers = array("q", inputs.counts + inputs.lengths + inputs.starts + inputs.blocks)
+        address, sequences = numbers.buffer_info()[0], len(inputs.counts)
+        counts, lengths, starts, blocks = (address + part * sequences * numbers.itemsize for part in range(4))
+        return cls(numbers, Batch(len(inputs.tokens), sequences, counts, lengths, starts, blocks))
 
 
 @register("paged_attention", "cpu.native")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable
 
 import torch
 
@@ -11,9 +12,10 @@ from kernels.attention import AttentionBatch
 from kernels.cpu.native.attention import Sequences
 from kernels.cpu.native.lora import Tiles
 from kernels.cpu.native.program import CaptureError, Program, recording
+from kernels.host_pass import HostPass
 from kernels.lora import LoraBatch, LoraPass
 from kernels.ops import register
-from kernels.reference.capture import Forward, Step
+from kernels.reference.capture import Forward
 
 logger = logging.getLogger(__name__)
 
@@ -24,12 +26,11 @@ _NONE = -1
 
 
 @register("capture", "cpu.native")
-def capture(forward: Forward, cache: torch.Tensor) -> Step:
-    """Contract of the reference: the pass is recorded for as many rows as the largest batch so far has had."""
+def capture(forward: Forward, cache: torch.Tensor) -> Callable[[HostPass, LoraPass | None], torch.Tensor]:
+    """Contract of the reference, of passes on the host: recorded for as many rows as the largest so far has had."""
     return _Captured(forward, cache)
 
 
-@dataclass(slots=True)
 class _Tape:
     """A recorded pass; `program` is None where it cannot be recorded.
 
@@ -37,14 +38,21 @@ class _Tape:
         rows: of its tensors.
         version: of the layers of adapters.
         inputs: tokens, positions and slots, [rows] int64 each.
-        hidden: [rows, hidden], the result.
+        hidden: [rows, hidden], the result; nothing until it is recorded.
     """
 
-    rows: int
-    version: int
-    inputs: list[torch.Tensor]
-    hidden: torch.Tensor
-    program: Program | None = None
+    def __init__(self, rows: int, version: int) -> None:
+        self.rows, self.version = rows, version
+        self.inputs = [array("q", bytes(8 * rows)) for _ in range(3)]
+        self.hidden = torch.empty(0)
+        self.program: Program | None = None
+        self._first = self.hidden
+
+    def first(self, rows: int) -> torch.Tensor:
+        """[rows, hidden]: the same tensor as long as it is of as many rows."""
+        if self._first.shape[0] != rows:
+            self._first = self.hidden[:rows]
+        return self._first
 
 
 class _Captured:
@@ -54,20 +62,23 @@ class _Captured:
         self._forward, self._cache = forward, cache
         self._tapes: dict[bool, _Tape] = {}
 
-    def __call__(
-        self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, lora: LoraPass | None
-    ) -> torch.Tensor:
-        rows = len(tokens)
+    def __call__(self, inputs: HostPass, lora: LoraPass | None) -> torch.Tensor:
+        rows = len(inputs.tokens)
         tape = self._tape(rows, lora)
+        sequences = Sequences.of_host(inputs)  # held, as the tiles are, for as long as the library reads its arrays
         if tape.program is None:
-            return self._forward(tokens, positions, self._cache, batch, lora)
-        for target, source in zip(tape.inputs, (tokens, positions, batch.slot_mapping), strict=True):
-            target[:rows] = source
-        sequences = Sequences.of(batch, rows)  # held, as the tiles are, for as long as the library reads its arrays
+            return self._compute(inputs, sequences, lora)
+        for target, source in zip(tape.inputs, (inputs.tokens, inputs.positions, inputs.slots), strict=True):
+            target[:rows] = array("q", source)
         if lora is not None and isinstance(lora.batch, LoraBatch):
             Tiles.of(lora.batch).enter(sequences.record)
         tape.program.run(sequences.record)
-        return tape.hidden[:rows]
+        return tape.first(rows)
+
+    def _compute(self, inputs: HostPass, sequences: Sequences, lora: LoraPass | None) -> torch.Tensor:
+        """Operation by operation."""
+        tokens, positions, slots = map(torch.tensor, (inputs.tokens, inputs.positions, inputs.slots))
+        return self._forward(tokens, positions, self._cache, AttentionBatch(slots, plan=sequences), lora)
 
     def _tape(self, rows: int, lora: LoraPass | None) -> _Tape:
         version = _NONE if lora is None else lora.version
@@ -77,14 +88,14 @@ class _Captured:
         return tape
 
     def _record(self, rows: int, version: int, lora: LoraPass | None) -> _Tape:
-        rows = max(_LEAST_ROWS, 1 << (rows - 1).bit_length())
-        inputs = [torch.zeros(rows, dtype=torch.int64) for _ in range(3)]
-        tokens, positions, slots = inputs
+        tape = _Tape(max(_LEAST_ROWS, 1 << (rows - 1).bit_length()), version)
+        tokens, positions, slots = (torch.frombuffer(each, dtype=torch.int64) for each in tape.inputs)
         adapted = None if lora is None else LoraPass(lora.layers, version)
         try:
-            with recording(rows) as taken:
-                hidden = self._forward(tokens, positions, self._cache, AttentionBatch(slots), adapted)
+            with recording(tape.rows) as taken:
+                tape.hidden = self._forward(tokens, positions, self._cache, AttentionBatch(slots), adapted)
         except CaptureError as error:
             logger.warning("the forward pass runs operation by operation: %s", error)
-            return _Tape(rows, version, inputs, torch.empty(0))
-        return _Tape(rows, version, inputs, hidden, taken.program())
+            return tape
+        tape.program = taken.program()
+        return tape
