@@ -178,7 +178,7 @@ class ModelRunner:
         chosen = _some(rows.sampled, places, len(sequences))
         if chosen is not None:
             hidden = hidden.index_select(0, to_device(chosen, hidden.device))
-        tokens = self._model.greedy(hidden).tolist()
+        tokens = self._model.greedy(hidden)
         return [(place, token) for place, token in zip(places, tokens, strict=True) if token >= 0]
 
     def _score(self, spans: list[Span], rows: PassRows, hidden: torch.Tensor, answers: list[Sampled | None]) -> None:

@@ -152,7 +152,7 @@ class LlamaModel(CausalLM):
         self._screen = self._ops.screen(self._head)
         self.screens = self._screen is not None
 
-    def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
+    def greedy(self, hidden: torch.Tensor) -> list[int]:
         assert self._screen is not None
         return self._screen(hidden)
 

@@ -81,8 +81,8 @@ class CausalLM(ABC):
         """Prepare for `greedy` where that is faster than `logits`; takes a byte for each weight of the matrix."""
         self.screens = False
 
-    def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> [rows] int64: the arg-max of the logits without adapters; -1 where only `logits` tell."""
+    def greedy(self, hidden: torch.Tensor) -> list[int]:
+        """[rows, hidden] -> of each row the arg-max of the logits without adapters; -1 where only `logits` tell."""
         raise NotImplementedError
 
     @abstractmethod

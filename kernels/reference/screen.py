@@ -13,8 +13,8 @@ from kernels.reference.unembed import Unembed
 class Screen(Protocol):
     """A prepared output matrix whose logits need not all be computed."""
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> [rows] int64: the token that `argmax` finds in the logits; -1 where it takes them all."""
+    def __call__(self, hidden: torch.Tensor) -> list[int]:
+        """[rows, hidden] -> for each row the token that `argmax` finds in the logits; -1 where it takes them all."""
 
 
 @register("screen", "reference")

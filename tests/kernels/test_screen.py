@@ -24,13 +24,16 @@ def ops(request: pytest.FixtureRequest) -> Ops:
     return ops_for("cpu", native=True)
 
 
-def screened(ops: Ops, weight: torch.Tensor) -> tuple[Screen, Callable[[torch.Tensor], torch.Tensor]]:
-    """The matrix with and without all logits."""
+ArgMax = Callable[[torch.Tensor], torch.Tensor]
+
+
+def screened(ops: Ops, weight: torch.Tensor) -> tuple[ArgMax, ArgMax]:
+    """The matrix without and with all logits."""
     head = ops.unembed(weight)
     screen: Screen | None = ops.screen(head)
     if screen is None:
         pytest.skip("matrices are not screened on this CPU")
-    return screen, lambda hidden: ops.argmax(head(hidden))
+    return lambda hidden: torch.tensor(screen(hidden), dtype=torch.int64), lambda hidden: ops.argmax(head(hidden))
 
 
 def agree(found: torch.Tensor, expected: torch.Tensor, most_left: int = 0) -> bool:
@@ -55,6 +58,16 @@ def test_no_rows_and_rows_of_a_wider_tensor(ops: Ops, dtype: torch.dtype) -> Non
     wide = torch.randn(9, 50).to(dtype)
     assert screen(wide[:0, :24]).shape == (0,)
     assert agree(screen(wide[:, 11:35]), full(wide[:, 11:35].contiguous()))
+
+
+def test_a_tensor_that_holds_other_rows_by_now(ops: Ops) -> None:
+    screen, full = screened(ops, torch.randn(300, 24))
+    # Rows as they are, and rows that have to be copied.
+    for hidden in (torch.empty(4, 24), torch.empty(24, 4).T):
+        for _ in range(3):
+            hidden.copy_(torch.randn(4, 24))
+            assert agree(screen(hidden), full(hidden.contiguous()))
+            assert agree(screen(hidden[:2]), full(hidden[:2].contiguous()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,6 +11,7 @@ from kernels.cpu.native import library as native
 from kernels.cpu.native.library import DTYPES, SCREEN_STAGES, Batch, Instruction
 from kernels.cpu.native.operations import Head, allocate
 from kernels.ops import register
+from kernels.packed import Packed
 from kernels.reference.screen import Screen
 from kernels.reference.unembed import Unembed
 
@@ -44,24 +45,41 @@ def screen(head: Unembed) -> Screen | None:
         logger.warning("the output matrix has weights that are not finite or very large: greedy tokens take all logits")
         return None
 
-    def apply(hidden: torch.Tensor) -> torch.Tensor:
-        if hidden.stride(-1) != 1:
-            hidden = hidden.contiguous()
-        out = torch.empty(len(hidden), dtype=torch.int64)
-        record = native.Screen(
-            hidden.data_ptr(),
+    return _Screen(packed, coarse, bounds)
+
+
+class _Screen:
+    """A matrix with its 8-bit copy."""
+
+    def __init__(self, packed: Packed, coarse: torch.Tensor, bounds: torch.Tensor) -> None:
+        self._matrix = packed, coarse, bounds
+        self._last = _Call(torch.empty((0, packed.columns), dtype=packed.dtype), *self._matrix)
+
+    def __call__(self, hidden: torch.Tensor) -> list[int]:
+        call = self._last
+        if call.hidden is not hidden:
+            call = self._last = _Call(hidden, *self._matrix)
+        native.run(call.stages, len(SCREEN_STAGES), call.batch)
+        return call.tokens[:]
+
+
+class _Call:
+    """What the library is told; it stays as it is while the rows are in the same tensor, as those of decodes are."""
+
+    def __init__(self, hidden: torch.Tensor, packed: Packed, coarse: torch.Tensor, bounds: torch.Tensor) -> None:
+        self.hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
+        self.tokens = (ctypes.c_int64 * len(hidden))()
+        self._record = native.Screen(
+            self.hidden.data_ptr(),
             packed.data.data_ptr(),
             coarse.data_ptr(),
             bounds.data_ptr(),
-            out.data_ptr(),
-            hidden.stride(0),
-            columns,
-            rows,
-            dtype,
+            ctypes.addressof(self.tokens),
+            self.hidden.stride(0),
+            packed.columns,
+            packed.rows,
+            DTYPES[packed.dtype],
         )
-        address = ctypes.addressof(record)
-        stages = (Instruction * len(SCREEN_STAGES))(*[Instruction(stage, address) for stage in SCREEN_STAGES])
-        native.run(stages, len(stages), Batch(rows=len(hidden)))
-        return out
-
-    return apply
+        address = ctypes.addressof(self._record)
+        self.stages = (Instruction * len(SCREEN_STAGES))(*[Instruction(stage, address) for stage in SCREEN_STAGES])
+        self.batch = Batch(rows=len(hidden))
