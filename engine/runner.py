@@ -89,7 +89,6 @@ class ModelRunner:
             raise EngineError("this model has no adapter slots")
         self._adapters.fill(slot, adapter)
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[Sampled | None]:
         """Run one pass; see `engine.plan.Runner.execute`."""
         if not plan.spans:
@@ -97,7 +96,8 @@ class ModelRunner:
         rows, hidden = self._pass(plan)
         answers: list[Sampled | None] = [None] * len(plan.spans)
         self._sample(plan.spans, rows, hidden, answers)
-        self._score(plan.spans, rows, hidden, answers)
+        if plan.decodes < len(plan.spans):
+            self._score(plan.spans, rows, hidden, answers)
         for span, answer in zip(plan.spans, answers, strict=True):
             if answer is not None and answer.error is not None:
                 self._tainted.update(span.sequence.block_table)
@@ -163,8 +163,9 @@ class ModelRunner:
         if not rest:
             self._sampler.rest()
             return
-        logits = self._logits(hidden, rows.slots, _some(rows.sampled, rest, len(sampled)))
-        results = self._sampler.sample(logits, [sequences[place] for place in rest])
+        with torch.inference_mode():
+            logits = self._logits(hidden, rows.slots, _some(rows.sampled, rest, len(sampled)))
+            results = self._sampler.sample(logits, [sequences[place] for place in rest])
         for place, result in zip(rest, results, strict=True):
             answers[sampled[place]] = result
 
@@ -181,6 +182,7 @@ class ModelRunner:
         tokens = self._model.greedy(hidden)
         return [(place, token) for place, token in zip(places, tokens, strict=True) if token >= 0]
 
+    @torch.inference_mode()
     def _score(self, spans: list[Span], rows: PassRows, hidden: torch.Tensor, answers: list[Sampled | None]) -> None:
         """Log probabilities of the prompts' tokens, some rows at a time. A span keeps its first error."""
         scored = _scored(spans, rows.order)

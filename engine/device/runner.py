@@ -118,7 +118,7 @@ class DeviceRunner(ModelRunner):
         """See `engine.plan.Runner.execute`."""
         if plan.spans and self.launches(plan):
             return self.launch(plan).result()
-        with _lost_devices():
+        with _lost_devices(), torch.inference_mode():
             return super().execute(plan)
 
     def launches(self, plan: StepPlan) -> bool:

@@ -41,6 +41,7 @@ def capture(forward: Forward, cache: torch.Tensor) -> Step:
         What gives [tokens, hidden], valid until the next call.
     """
 
+    @torch.inference_mode()
     def step(inputs: PassInputs, lora: LoraPass | None) -> torch.Tensor:
         return forward(inputs.tokens, inputs.positions, cache, inputs.attention, lora)
 

@@ -75,6 +75,7 @@ class _Captured:
         tape.program.run(sequences.record)
         return tape.first(rows)
 
+    @torch.inference_mode()
     def _compute(self, inputs: HostPass, sequences: Sequences, lora: LoraPass | None) -> torch.Tensor:
         """Operation by operation."""
         tokens, positions, slots = map(torch.tensor, (inputs.tokens, inputs.positions, inputs.slots))
@@ -87,6 +88,7 @@ class _Captured:
             tape = self._tapes[lora is not None] = self._record(rows, version, lora)
         return tape
 
+    @torch.inference_mode()
     def _record(self, rows: int, version: int, lora: LoraPass | None) -> _Tape:
         tape = _Tape(max(_LEAST_ROWS, 1 << (rows - 1).bit_length()), version)
         tokens, positions, slots = (torch.frombuffer(each, dtype=torch.int64) for each in tape.inputs)
