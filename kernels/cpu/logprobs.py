@@ -24,10 +24,8 @@ def argmax(x: BlockedLogits) -> torch.Tensor:
 def log_sum_exp(x: BlockedLogits) -> torch.Tensor:
     """Contract of the reference."""
     rows = Tempered.of(x)
-    total = rows.weights().sum(-1).double().cumsum(-1)[:, -1]
-    return torch.tensor([math.log(each) for each in total.tolist()], dtype=torch.float64) + torch.from_numpy(
-        rows.shift()
-    )
+    logs = [math.log(each) for each in rows.masses().tolist()]
+    return torch.tensor(logs, dtype=torch.float64) + torch.from_numpy(rows.shift())
 
 
 @register("largest", "cpu")

@@ -67,15 +67,16 @@ def _draw_any(tempered: Tempered, uniform: torch.Tensor) -> Ints:
 def _draw_filtered(filters: _Filters, uniform: torch.Tensor) -> tuple[Ints, Floats]:
     """Tokens and thresholds of rows with at least one filter.
 
-    Top-p alone looks at the tokens of the best blocks first. Where they have too little mass, it looks at all tokens
-    that may be kept; and at all that there are, where so little may be left out that rounding decides.
+    Top-p alone looks at the tokens of the best blocks first. Where they have too little mass, it looks at those of half
+    of the blocks, then at all tokens that may be kept; and at all that there are, where so little may be left out that
+    rounding decides.
     """
     limit, total = _least_of_top_k(filters), np.full(len(filters.k), np.nan)
     unlimited = np.flatnonzero((filters.k <= 0) & (filters.least == OFF))
     if len(unlimited):
-        total[unlimited] = filters.tempered.pick(unlimited).weights().sum(-1).double().cumsum(-1)[:, -1].numpy()
+        total[unlimited] = filters.tempered.pick(unlimited).masses().numpy()
     token, threshold = _draw_kept(filters, limit, total, uniform)
-    for limits in (_least_of_top_p, _no_limit):
+    for limits in (_least_of_half, _least_of_top_p, _no_limit):
         missed = np.flatnonzero(np.isnan(threshold))
         if not len(missed):
             break
@@ -92,6 +93,12 @@ def _least_of_top_k(filters: _Filters) -> Floats:
     k = np.where((k <= 0) & (filters.least == OFF), min(_PROBED, blocks), k)
     kth = peaks[np.arange(len(k)), -np.clip(k, 1, blocks)]
     return np.where((k > 0) & (k <= blocks), np.maximum(filters.least, kth), filters.least)
+
+
+def _least_of_half(filters: _Filters, total: Doubles) -> tuple[Floats, Doubles]:
+    """What the better half of the blocks have at least a token of. The mass of all is what it was."""
+    peaks = np.sort(filters.tempered.peaks(), axis=1)
+    return np.maximum(filters.least, peaks[:, peaks.shape[1] // 2]), total
 
 
 def _least_of_top_p(filters: _Filters, total: Doubles) -> tuple[Floats, Doubles]:

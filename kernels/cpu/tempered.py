@@ -22,6 +22,9 @@ Bools = npt.NDArray[np.bool_]
 
 OFF = float("-inf")
 
+#: Logits whose weights are in memory at once, unless those of a row are more.
+_AT_ONCE = 1 << 20
+
 #: Rows that keep more tokens are not padded together with rows that keep fewer.
 _FEW = 1024
 
@@ -122,9 +125,29 @@ class Tempered:
         """[n]: what is subtracted from quotients before e is raised to them, so that nothing overflows."""
         return np.where(np.abs(self.best) <= _UNSHIFTED, np.float32(0.0), self.best)
 
+    def masses(self) -> torch.Tensor:
+        """[n] float64: the sum of all weights, within a block first, then block by block."""
+        sums = [self.pick(some).weights().sum(-1) for some in self._parts()]
+        return torch.cat(sums).double().cumsum(-1)[:, -1]
+
+    def _parts(self) -> list[Ints]:
+        """Places of some rows at a time.
+
+        Memory for all rows' weights, beside their logits', would go back to the system and be taken anew at each step.
+        """
+        size, count = max(1, _AT_ONCE // self.x.values.shape[1]), len(self.rows)
+        return [np.arange(first, min(first + size, count)) for first in range(0, count, size)]
+
+    def _logits(self) -> torch.Tensor:
+        """[n, blocks, BLOCK], not to be changed."""
+        first, end = int(self.rows[0]), int(self.rows[-1]) + 1
+        if end - first == len(self.rows):  # rows ascend
+            return self.x.blocks[first:end]
+        return self.x.select(self.rows.tolist()).blocks
+
     def weights(self) -> torch.Tensor:
-        """exp(quotient - shift) of all tokens, [n, blocks, BLOCK]."""
-        logits, shift = self.x.select(self.rows.tolist()).blocks, self.shift()
+        """exp(quotient - shift) of all tokens, [n, blocks, BLOCK], of at least one row."""
+        logits, shift = self._logits(), self.shift()
         # Each operation is a pass over all logits.
         values = logits
         if (self.scale != 1.0).any():
