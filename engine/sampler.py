@@ -55,10 +55,13 @@ class Sampler:
             One per row. A row whose logits are not finite, or that has no token left to choose, has its own error.
         """
         raw = BlockedLogits.of(logits)
-        tokens, maxima = self._ops.argmax(raw).tolist(), raw.best.tolist()
+        maxima = raw.best.tolist()
         errors: dict[int, RopewayError] = {
             row: not_finite() for row, maximum in enumerate(maxima) if not math.isfinite(maximum)
         }
+        # Where every row is drawn, or has an error, nobody asks for the arg-max.
+        drawn = all(row in errors or _draws(s, maxima[row]) for row, s in enumerate(sequences))
+        tokens = [-1] * len(sequences) if drawn else self._ops.argmax(raw).tolist()
         self._choose(raw, sequences, tokens, maxima, errors)
         entries = self._logprobs(raw, sequences, tokens, errors)
         return [

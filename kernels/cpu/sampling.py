@@ -29,6 +29,8 @@ class _Filters:
     p: Doubles
 
     def pick(self, places: Ints) -> _Filters:
+        if len(places) == len(self.k):
+            return self
         return _Filters(self.tempered.pick(places), self.least[places], self.k[places], self.p[places])
 
 
@@ -49,10 +51,10 @@ def draw(
     token, threshold = np.empty(len(k), dtype=np.int64), filters.least.copy()
     rows = np.flatnonzero(filtered)
     if len(rows):
-        token[rows], threshold[rows] = _draw_filtered(filters.pick(rows), uniform[torch.from_numpy(rows)])
+        token[rows], threshold[rows] = _draw_filtered(filters.pick(rows), _pick(uniform, rows))
     rows = np.flatnonzero(~filtered)
     if len(rows):
-        token[rows] = _draw_any(tempered.pick(rows), uniform[torch.from_numpy(rows)])
+        token[rows] = _draw_any(tempered.pick(rows), _pick(uniform, rows))
     return torch.from_numpy(token), torch.from_numpy(threshold)
 
 
@@ -80,7 +82,7 @@ def _draw_filtered(filters: _Filters, uniform: torch.Tensor) -> tuple[Ints, Floa
         missed = np.flatnonzero(np.isnan(threshold))
         if not len(missed):
             break
-        rest, point = filters.pick(missed), uniform[torch.from_numpy(missed)]
+        rest, point = filters.pick(missed), _pick(uniform, missed)
         token[missed], threshold[missed] = _draw_kept(rest, *limits(rest, total[missed]), point)
     return token, threshold
 
@@ -126,7 +128,7 @@ def _draw_kept(filters: _Filters, limit: Floats, total: Doubles, uniform: torch.
         part = filters.pick(rows)
         least = threshold[rows] = _thresholds(part, np.sort(values, axis=1)[:, ::-1], total[rows])
         weight = part.tempered.weights_of(np.where(values < least[:, None], OFF, values))
-        place, _ = search(weight, uniform[torch.from_numpy(rows)], None)
+        place, _ = search(weight, _pick(uniform, rows), None)
         token[rows] = kept.ids(rows, place.numpy())
     alone = np.flatnonzero(threshold >= tempered.best)
     if len(alone):
@@ -147,6 +149,11 @@ def _thresholds(filters: _Filters, ordered: Floats, total: Doubles) -> Floats:
     reached = mass >= (filters.p * np.where(np.isnan(total), mass[:, -1], total))[:, None]
     cut = np.where(reached.any(axis=1), ordered[each, reached.argmax(axis=1)], np.float32(np.nan))
     return np.where(filters.p < 1.0, cut, threshold)
+
+
+def _pick(uniform: torch.Tensor, places: Ints) -> torch.Tensor:
+    """Of some rows, ascending, each once."""
+    return uniform if len(places) == len(uniform) else uniform[torch.from_numpy(places)]
 
 
 def _logs(numbers: Sequence[float]) -> Floats:

@@ -104,7 +104,9 @@ class Tempered:
         return cls(x, np.arange(len(best)), scale, best / scale)
 
     def pick(self, places: Ints) -> Tempered:
-        """Some of these rows."""
+        """Some of these rows, ascending, each once."""
+        if len(places) == len(self.rows):
+            return self
         return Tempered(self.x, self.rows[places], self.scale[places], self.best[places])
 
     def peaks(self) -> Floats:
@@ -117,8 +119,8 @@ class Tempered:
         row, block = pairs(self.peaks() >= limit[:, None])
         values = take(self.x, self.rows[row], block).div_(torch.from_numpy(self.scale[row]).unsqueeze(1)).numpy()
         kept = values >= limit[row, None]
-        counts = np.bincount(row, weights=np.count_nonzero(kept, axis=1), minlength=len(limit)).astype(np.int64)
         places = np.flatnonzero(kept)
+        counts = np.bincount(row[places // BLOCK], minlength=len(limit))
         return Kept(counts, values.reshape(-1)[places], block, places)
 
     def shift(self) -> Floats:
