@@ -14,7 +14,7 @@ constexpr int kVectorBytes = 16;
 #endif
 
 // bfloat16 pairs are multiplied and added by one instruction.
-#if defined(__AVX512F__) && defined(__AVX512BF16__) && defined(__AVX512VL__)
+#if defined(__AVX512F__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define ROPEWAY_DPBF16 1
 #else
 #define ROPEWAY_DPBF16 0
