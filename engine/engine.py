@@ -408,7 +408,8 @@ class Engine:
             held = len(sequence.block_table)
         else:
             held = len({block for sibling in live.writers for block in sibling.block_table})
-        live.blocks = max(live.blocks, held)
+        if held > live.blocks:
+            live.blocks = held
 
     def _output(self, live: _Live, outputs: dict[str, StepOutput]) -> StepOutput:
         output = outputs.get(live.id)
@@ -460,8 +461,10 @@ class Engine:
 
     @staticmethod
     def _account(live: _Live, output: StepOutput) -> None:
-        usage = live.usage
-        # A copy: the caller may keep it while the request goes on.
-        output.usage = RequestUsage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
-        output.blocks = live.blocks
-        output.preemptions = live.preemptions + sum(sequence.preemptions for sequence in live.writers)
+        # Numbers alone: the caller may keep the output while the request goes on.
+        usage, told = live.usage, output.usage
+        told.prompt_tokens, told.completion_tokens = usage.prompt_tokens, usage.completion_tokens
+        told.cached_tokens = usage.cached_tokens
+        output.blocks, output.preemptions = live.blocks, live.preemptions
+        for sequence in live.writers:
+            output.preemptions += sequence.preemptions

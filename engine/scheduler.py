@@ -430,17 +430,20 @@ class Scheduler:
         fills = self.slots.take_fills() if self.slots is not None else []
         plan = StepPlan(spans=spans, decodes=len(spans), copies=self._copies, fills=fills)
         self._copies = []
+        if prefills:
+            self._add_prefills(spans, prefills, Room(self.config, running))
+        if spans:
+            self._turns.took(served)
+        return plan
+
+    def _add_prefills(self, spans: list[Span], prefills: list[Sequence], room: Room) -> None:
         budget = self.config.max_num_batched_tokens - len(spans)
-        room = Room(self.config, running)
         for sequence in prefills:
             count = min(budget, room.take(sequence))
             if count <= 0:
                 break
             spans.append(_chunk(sequence, count))
             budget -= count
-        if spans:
-            self._turns.took(served)
-        return plan
 
     def _keys(self, sequence: Sequence, blocks: int) -> list[bytes]:
         """Keys of its first full blocks, at least `blocks` of them."""
