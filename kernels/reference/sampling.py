@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +18,12 @@ import torch
 from kernels.blocked import BlockedLogits
 from kernels.ops import register
 
-_PHILOX_M = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-_PHILOX_W = (np.uint32(0x9E3779B9), np.uint32(0xBB67AE85))
+_PHILOX_M = (0xD2511F53, 0xCD9E8D57)
+_PHILOX_W = (0x9E3779B9, 0xBB67AE85)
 _PHILOX_ROUNDS = 10
-_LOW = np.uint64(0xFFFFFFFF)
-_SHIFT = np.uint64(32)
+_LOW = 0xFFFFFFFF
+#: Rows whose random numbers take less time one by one than as arrays.
+_FEW_ROWS = 8
 
 
 def philox4x32(counter: npt.NDArray[np.uint32], key: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
@@ -35,23 +37,35 @@ def philox4x32(counter: npt.NDArray[np.uint32], key: npt.NDArray[np.uint32]) -> 
         [rows, 4] random words.
     """
     c0, c1, c2, c3 = (counter[:, i].astype(np.uint64) for i in range(4))
-    k0, k1 = key[:, 0].copy(), key[:, 1].copy()
+    words = _philox(c0, c1, c2, c3, key[:, 0].astype(np.uint64), key[:, 1].astype(np.uint64))
+    return np.stack(words, axis=1).astype(np.uint32)
+
+
+def _philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> tuple[Any, Any, Any, Any]:
+    """Words of 32 bits, each an int or [rows] uint64."""
     for _ in range(_PHILOX_ROUNDS):
-        p0, p1 = _PHILOX_M[0] * c0, _PHILOX_M[1] * c2
-        c0, c1, c2, c3 = (p1 >> _SHIFT) ^ c1 ^ k0, p1 & _LOW, (p0 >> _SHIFT) ^ c3 ^ k1, p0 & _LOW
-        k0, k1 = k0 + _PHILOX_W[0], k1 + _PHILOX_W[1]
-    return np.stack((c0, c1, c2, c3), axis=1).astype(np.uint32)
+        p0, p1 = c0 * _PHILOX_M[0], c2 * _PHILOX_M[1]
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & _LOW, (p0 >> 32) ^ c3 ^ k1, p0 & _LOW
+        k0, k1 = (k0 + _PHILOX_W[0]) & _LOW, (k1 + _PHILOX_W[1]) & _LOW
+    return c0, c1, c2, c3
 
 
 def uniforms(seeds: list[int], choices: list[int], positions: list[int]) -> npt.NDArray[np.float64]:
     """One number in [0, 1) for each (seed, choice index, output position), 53 bits wide."""
+    if len(seeds) <= _FEW_ROWS:
+        return np.array([_uniform(*row) for row in zip(seeds, choices, positions, strict=True)], dtype=np.float64)
     seed = np.array([s & 0xFFFFFFFFFFFFFFFF for s in seeds], dtype=np.uint64)
-    counter = np.zeros((len(seeds), 4), dtype=np.uint32)
-    counter[:, 0], counter[:, 1] = positions, choices
-    key = np.stack((seed & _LOW, seed >> _SHIFT), axis=1).astype(np.uint32)
-    words = philox4x32(counter, key).astype(np.uint64)
-    bits = (words[:, 0] << _SHIFT | words[:, 1]) >> np.uint64(11)
+    position, choice = np.array(positions, dtype=np.uint64), np.array(choices, dtype=np.uint64)
+    zeros = np.zeros_like(seed)
+    high, low, _, _ = _philox(position, choice, zeros, zeros, seed & _LOW, seed >> 32)
+    bits: npt.NDArray[np.uint64] = (high << 32 | low) >> 11
     return bits.astype(np.float64) * 2.0**-53
+
+
+def _uniform(seed: int, choice: int, position: int) -> float:
+    high, low, _, _ = _philox(position, choice, 0, 0, seed & _LOW, seed >> 32 & _LOW)
+    bits: int = (high << 32 | low) >> 11
+    return bits * 2.0**-53
 
 
 @register("uniforms", "reference")
@@ -85,9 +99,9 @@ def uniforms_packed(numbers: torch.Tensor) -> torch.Tensor:
     k0, k1 = seed & low, (seed >> 32) & low
     for _ in range(_PHILOX_ROUNDS):
         # Products of 64 bits wrap around in int64; their bits are those of unsigned ones.
-        p0, p1 = c0 * int(_PHILOX_M[0]), c2 * int(_PHILOX_M[1])
+        p0, p1 = c0 * _PHILOX_M[0], c2 * _PHILOX_M[1]
         c0, c1, c2, c3 = ((p1 >> 32) & low) ^ c1 ^ k0, p1 & low, ((p0 >> 32) & low) ^ c3 ^ k1, p0 & low
-        k0, k1 = (k0 + int(_PHILOX_W[0])) & low, (k1 + int(_PHILOX_W[1])) & low
+        k0, k1 = (k0 + _PHILOX_W[0]) & low, (k1 + _PHILOX_W[1]) & low
     bits = (((c0 << 32) | c1) >> 11) & ((1 << 53) - 1)
     return bits.double() * 2.0**-53
 

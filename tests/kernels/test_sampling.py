@@ -43,6 +43,17 @@ def test_uniforms_depend_on_each_of_seed_choice_and_position_alone() -> None:
     assert all(0.0 <= value < 1.0 for value in others)
 
 
+def test_uniforms_of_a_few_rows_are_those_of_many() -> None:
+    rng = random.Random(2)
+    seeds = [-(2**63), 2**63 - 1, -1, 0, *(rng.randrange(-(2**63), 2**63) for _ in range(96))]
+    choices, positions = [rng.randrange(128) for _ in seeds], [rng.randrange(2**20) for _ in seeds]
+    rows = list(zip(seeds, choices, positions, strict=True))
+    many = uniforms(seeds, choices, positions).tolist()
+    assert [uniforms([seed], [choice], [position]).item() for seed, choice, position in rows] == many
+    assert uniforms(seeds[:3], choices[:3], positions[:3]).tolist() == many[:3]
+    assert uniforms([], [], []).shape == (0,)
+
+
 def test_uniforms_are_uniform() -> None:
     values = uniforms([11] * 20000, [0] * 20000, list(range(20000)))
     counts = np.histogram(values, bins=20, range=(0, 1))[0]
