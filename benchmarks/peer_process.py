@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(__file__).with_name("peer_scripts")
 _LOG_TAIL = 3000
 _STOP_S = 20.0
+#: What the engine sets for itself on import.
+_ENGINES_OWN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 class PeerError(RuntimeError):
@@ -26,7 +28,7 @@ class PeerError(RuntimeError):
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a child: that of this process, but without what the engine sets for itself on import."""
-    kept = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    kept = {key: value for key, value in os.environ.items() if key not in _ENGINES_OWN}
     return kept | dict(extra or {})
 
 
