@@ -16,6 +16,5 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         cos: [tokens, 1, head_dim], the two halves equal, dtype of `x`.
         sin: [tokens, 1, head_dim], the first half negated: what multiplies the swapped halves.
     """
-    tokens, heads, dim = x.shape
-    swapped = x.view(tokens, heads, 2, dim // 2).flip(2).view(tokens, heads, dim)
+    swapped = torch.roll(x, x.shape[-1] // 2, -1)
     x.mul_(cos).addcmul_(swapped, sin)
