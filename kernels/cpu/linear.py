@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
+from kernels.cpu.large_pages import move_into_large_pages
 from kernels.ops import register
 from kernels.reference.linear import Linear
 from kernels.reference.linear import gated_linear as reference_gated_linear
@@ -25,7 +26,7 @@ def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     """Contract of the reference. The weight given may be freed afterwards."""
     if not packable(weight):
         return reference_linear(weight, bias)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+    packed = _packed(weight)
     run = torch.ops.mkldnn._linear_pointwise.default
 
     def apply(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
@@ -42,8 +43,7 @@ def gated_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Line
         return reference_gated_linear(weight, bias)
     gate_weight, up_weight = weight.chunk(2)
     gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
-    gate = torch.ops.mkldnn._reorder_linear_weight(gate_weight.contiguous())
-    up = torch.ops.mkldnn._reorder_linear_weight(up_weight.contiguous())
+    gate, up = _packed(gate_weight), _packed(up_weight)
     run = torch.ops.mkldnn._linear_pointwise.default
     run_binary = torch.ops.mkldnn._linear_pointwise.binary
 
@@ -55,3 +55,10 @@ def gated_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Line
         return run_binary(x, run(x, gate, gate_bias, "swish", [], ""), up, up_bias, "mul")
 
     return apply
+
+
+def _packed(weight: torch.Tensor) -> torch.Tensor:
+    """As oneDNN orders it, in large pages where there are such: one stream does little but read weights."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+    move_into_large_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
+    return packed
