@@ -30,7 +30,7 @@ Step = Callable[[PassInputs, LoraPass | None], torch.Tensor]
 def capture(forward: Forward, cache: torch.Tensor) -> Step:
     """A function `inputs, lora -> forward(inputs.tokens, inputs.positions, cache, inputs.attention, lora)`.
 
-    Where `kernels.ops.reads_host` says so, its inputs are a `HostPass` instead.
+    Where `kernels.ops.reads_host` says so, its inputs may be a `HostPass` instead, which costs less.
 
     Args:
         forward: does the same operations whatever the batch, given the same layers of `lora`; besides those of the

@@ -15,7 +15,7 @@ from kernels.cpu.native.program import CaptureError, Program, recording
 from kernels.host_pass import HostPass
 from kernels.lora import LoraBatch, LoraPass
 from kernels.ops import register
-from kernels.reference.capture import Forward
+from kernels.reference.capture import Forward, PassInputs
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +62,16 @@ class _Captured:
         self._forward, self._cache = forward, cache
         self._tapes: dict[bool, _Tape] = {}
 
-    def __call__(self, inputs: HostPass, lora: LoraPass | None) -> torch.Tensor:
+    def __call__(self, inputs: HostPass | PassInputs, lora: LoraPass | None) -> torch.Tensor:
         rows = len(inputs.tokens)
         tape = self._tape(rows, lora)
-        sequences = Sequences.of_host(inputs)  # held, as the tiles are, for as long as the library reads its arrays
+        # Held, as the tiles are, for as long as the library reads its arrays.
+        if isinstance(inputs, HostPass):
+            sequences = Sequences.of_host(inputs)
+        else:  # of a runner whose tokens may be those that the pass before has just given
+            sequences = Sequences.of(inputs.attention, rows)
+            slots = inputs.attention.slot_mapping.tolist()
+            inputs = HostPass(inputs.tokens.tolist(), inputs.positions.tolist(), slots)
         if tape.program is None:
             return self._compute(inputs, sequences, lora)
         for target, source in zip(tape.inputs, (inputs.tokens, inputs.positions, inputs.slots), strict=True):
