@@ -21,7 +21,7 @@ async def ready(http: httpx.AsyncClient, status: int) -> None:
 async def test_a_worker_cut_off_by_silence_goes_on_with_what_it_has_and_takes_more(valkey_url: str) -> None:
     if not is_one_server(valkey_url):
         pytest.skip("the proxy stands in front of one server")
-    async with harness(valkey_url) as h, RedisProxy(valkey_url) as proxy:
+    async with RedisProxy(valkey_url) as proxy, harness(valkey_url) as h:  # the worker leaves through the proxy
         worker = await h.worker(url=proxy.url)
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{worker.health_port}") as http:
             await ready(http, 200)
