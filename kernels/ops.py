@@ -145,7 +145,7 @@ def wants_groups(ops: Ops) -> bool:
 
 
 def reads_host(ops: Ops) -> bool:
-    """Whether a pass that `capture` has made takes a `kernels.host_pass.HostPass`; else tensors."""
+    """Whether a pass that `capture` has made takes a `kernels.host_pass.HostPass` as well as tensors."""
     return ops.capture is _table.get(("capture", NATIVE))
 
 

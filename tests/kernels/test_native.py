@@ -277,10 +277,11 @@ def test_a_recorded_pass_gives_the_bits_of_the_operations_one_by_one(ops: Ops, d
         spans = [pool.span(0, count) for count in counts]
         batch = build_batch(spans, replace(pool.layout, grouped=False))
         expected = forward(batch.tokens, batch.positions, other, batch.attention)
-        found = step(host_batch(spans, 4), None)
-        assert torch.equal(found, expected)
-        assert torch.equal(cache, other)
-        assert found.isfinite().all()
+        for inputs in (host_batch(spans, 4), batch):  # numbers, and tensors as of a runner ahead of the device
+            found = step(inputs, None)
+            assert torch.equal(found, expected)
+            assert torch.equal(cache, other)
+            assert found.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

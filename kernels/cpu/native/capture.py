@@ -26,8 +26,8 @@ _NONE = -1
 
 
 @register("capture", "cpu.native")
-def capture(forward: Forward, cache: torch.Tensor) -> Callable[[HostPass, LoraPass | None], torch.Tensor]:
-    """Contract of the reference, of passes on the host: recorded for as many rows as the largest so far has had."""
+def capture(forward: Forward, cache: torch.Tensor) -> Callable[[HostPass | PassInputs, LoraPass | None], torch.Tensor]:
+    """Contract of the reference, also over numbers: recorded for as many rows as the largest pass so far has had."""
     return _Captured(forward, cache)
 
 
