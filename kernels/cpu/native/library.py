@@ -15,7 +15,7 @@ from kernels.native_build import NativeUnavailableError, built
 
 logger = logging.getLogger(__name__)
 
-ABI = 6
+ABI = 7
 
 #: Numbers of dtypes in the records.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -88,6 +88,7 @@ class Linear(Structure):
         ("out_width", c_int64),
         ("dtype", c_int64),
         ("epilogue", c_int64),
+        ("compact", c_int64),
     )
 
 
@@ -253,6 +254,8 @@ def _declare(opened: ctypes.CDLL) -> None:
         "ropeway_set_threads": (None, [c_int64, c_int64]),
         "ropeway_set_affinity": (None, [c_void_p, c_int64]),
         "ropeway_packed_bytes": (c_int64, [c_int64, c_int64, c_int64, c_int64]),
+        "ropeway_compact_bytes": (c_int64, [c_int64, c_int64, c_int64, c_int64]),
+        "ropeway_compact": (c_int64, [c_void_p, c_int64, c_int64, c_int64, c_void_p]),
         "ropeway_panel_columns": (c_int64, []),
         "ropeway_pack": (None, [c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p]),
         "ropeway_screen_sizes": (None, [c_int64, c_int64, POINTER(c_int64), POINTER(c_int64)]),

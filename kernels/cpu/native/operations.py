@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from kernels.cpu.native.library import DTYPES, GATED, LOGITS, PLAIN
 from kernels.cpu.native.lora import LowRank
 from kernels.cpu.native.program import empty, issue
 from kernels.ops import register
-from kernels.packed import Packed, Weight
+from kernels.packed import Packed, PackedFor, Weight
 from kernels.reference.linear import Linear
 from kernels.reference.unembed import Unembed
 
@@ -76,7 +77,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
 @register("linear", "cpu.native")
 def linear(weight: Weight, bias: torch.Tensor | None = None) -> Linear:
     """Contract of the reference. The weight given may be freed afterwards."""
-    packed = _packed(weight, gated=False)
+    packed = _packed(weight, "linear")
     shift = None if bias is None else _padded(bias, _order(len(bias), native.library().ropeway_panel_columns()))
     width, dtype = weight.shape[0], weight.dtype
 
@@ -89,7 +90,7 @@ def linear(weight: Weight, bias: torch.Tensor | None = None) -> Linear:
 @register("gated_linear", "cpu.native")
 def gated_linear(weight: Weight, bias: torch.Tensor | None = None) -> Linear:
     """Contract of the reference: SiLU and product are done where the matrix products leave their results."""
-    packed = _packed(weight, gated=True)
+    packed = _packed(weight, "gated")
     width, dtype = weight.shape[0] // 2, weight.dtype
     shift = None if bias is None else _padded(bias, _gated_order(width, native.library().ropeway_panel_columns() // 2))
 
@@ -110,7 +111,7 @@ class Head:
         blocks = -(-vocab // BLOCK)
         values = empty(len(hidden), blocks * BLOCK, torch.float32)
         peaks = empty(len(hidden), blocks, torch.float32)
-        _project(hidden, self.packed.data, None, values, LOGITS, vocab, peaks, delta)
+        _project(hidden, _Panels(self.packed.data), None, values, LOGITS, vocab, peaks, delta)
         return BlockedLogits(values, peaks, peaks.amax(-1), vocab)
 
 
@@ -118,7 +119,7 @@ class Head:
 def unembed(weight: Weight) -> Unembed:
     """Contract of the reference."""
     vocab, width = weight.shape
-    return Head(Packed(_packed(weight, gated=False), vocab, width, weight.dtype))
+    return Head(Packed(_packed(weight, "table").data, vocab, width, weight.dtype))
 
 
 @register("rotary", "cpu.native")
@@ -156,41 +157,66 @@ def write_kv(kv: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) 
 
 
 @register("pack", "cpu.native")
-def pack(weight: torch.Tensor, gated: bool = False) -> Packed:
-    """Contract of the reference; the library's own layout, in panels. The weight given may be freed afterwards."""
+def pack(weight: torch.Tensor, use: PackedFor = "linear") -> Packed:
+    """Contract of the reference; the library's own layout, in panels. The weight given may be freed afterwards.
+
+    But for tables weights in bfloat16 are compacted, where they can be: see `src/compact.h`.
+    """
     rows, columns = weight.shape
-    weight, dtype = weight.contiguous(), DTYPES[weight.dtype]
+    weight, dtype, gated = weight.contiguous(), DTYPES[weight.dtype], use == "gated"
     lib = native.library()
-    data = allocate(lib.ropeway_packed_bytes(rows, columns, dtype, gated))
+    size, less = _sizes(rows, columns, dtype, use)
+    data = torch.empty(size, dtype=torch.uint8) if less else allocate(size)
     lib.ropeway_pack(weight.data_ptr(), rows, columns, dtype, gated, data.data_ptr())
+    if less:
+        compact = allocate(less)
+        if lib.ropeway_compact(data.data_ptr(), rows, columns, gated, compact.data_ptr()):
+            data = compact
     return Packed(data, rows, columns, weight.dtype)
 
 
 def layout() -> str:
-    """A name for the layout that `pack` makes here: what was packed under another name is packed anew.
+    """A name for the layouts that `pack` makes here: what was packed under another name is packed anew.
 
     It is a hash of a small packed weight of each kind, so that no version has to be counted up by hand.
     """
     total = hashlib.sha256()
     for dtype in DTYPES:
-        weight = torch.arange(1, 1 + 6 * 70 * 5, dtype=torch.int32).remainder(251).view(420, 5).to(dtype)
-        for gated in (False, True):
-            total.update(pack(weight, gated).data.numpy().tobytes())
+        weight = torch.arange(1, 1 + 6 * 70 * 8, dtype=torch.int32).remainder(251).view(420, 8).to(dtype)
+        for use in get_args(PackedFor):
+            for columns in (5, 8):
+                total.update(pack(weight[:, :columns], use).data.numpy().tobytes())
     return total.hexdigest()[:16]
 
 
-def _packed(weight: Weight, *, gated: bool) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class _Panels:
+    """A packed weight as products read it."""
+
+    data: torch.Tensor
+    compact: bool = False
+
+
+def _sizes(rows: int, columns: int, dtype: int, use: PackedFor) -> tuple[int, int]:
+    """Bytes of the panels, plain and compacted; 0 where the latter is not done."""
+    lib, gated = native.library(), use == "gated"
+    less = 0 if use == "table" else lib.ropeway_compact_bytes(rows, columns, dtype, gated)
+    return lib.ropeway_packed_bytes(rows, columns, dtype, gated), less
+
+
+def _packed(weight: Weight, use: PackedFor) -> _Panels:
     """The panels of a weight, whoever has packed it.
 
     Raises:
         ValueError: it was packed for another layer or another library.
     """
     if not isinstance(weight, Packed):
-        weight = pack(weight, gated)
-    wanted = native.library().ropeway_packed_bytes(weight.rows, weight.columns, DTYPES[weight.dtype], gated)
-    if len(weight.data) != wanted:
+        weight = pack(weight, use)
+    size, less = _sizes(weight.rows, weight.columns, DTYPES[weight.dtype], use)
+    if len(weight.data) not in (size, less or size):
+        wanted = f"{size} or {less}" if less else str(size)
         raise ValueError(f"a packed weight of {weight.shape} has {len(weight.data)} bytes, not {wanted}")
-    return weight.data
+    return _Panels(weight.data, compact=len(weight.data) != size)
 
 
 def allocate(size: int) -> torch.Tensor:
@@ -228,7 +254,7 @@ def _padded(bias: torch.Tensor, order: list[int]) -> torch.Tensor:
 
 def _project(
     x: torch.Tensor,
-    packed: torch.Tensor,
+    packed: _Panels,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     epilogue: int,
@@ -239,7 +265,7 @@ def _project(
     x = _rows(x)
     record = native.Linear(
         x.data_ptr(),
-        packed.data_ptr(),
+        packed.data.data_ptr(),
         None if bias is None else bias.data_ptr(),
         None if delta is None else delta.address,
         out.data_ptr(),
@@ -251,8 +277,9 @@ def _project(
         out.shape[1] if width is None else width,
         DTYPES[x.dtype],
         epilogue,
+        packed.compact,
     )
-    tensors = (x, packed, bias, None if delta is None else delta.low, out, peaks)
+    tensors = (x, packed.data, bias, None if delta is None else delta.low, out, peaks)
     batch = None if delta is None else delta.batch
     issue(record, len(x), *(each for each in tensors if each is not None), batch=batch)
     return out

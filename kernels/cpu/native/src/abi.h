@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-constexpr int kAbi = 6;
+constexpr int kAbi = 7;
 
 enum Dtype : int64_t { kFloat32 = 0, kBFloat16 = 1 };
 
@@ -81,6 +81,7 @@ struct Linear {  // out = epilogue(x @ weight.T + bias + low @ b of the row's ad
     void* out;
     float* peaks;  // of kLogits: maxima of each 64 columns
     int64_t x_stride, out_stride, peaks_stride, in, out_width, dtype, epilogue;
+    int64_t compact;  // not 0: the panels are those of `compact.h`
 };
 
 struct Rotary {  // in place

@@ -156,6 +156,12 @@ int64_t ropeway_packed_bytes(int64_t out, int64_t in, int64_t dtype, int64_t gat
     return panels * (int64_t)panel_bytes(in, dtype);
 }
 
+// Bytes of the same panels compacted; 0 where they are not.
+int64_t ropeway_compact_bytes(int64_t out, int64_t in, int64_t dtype, int64_t gated) {
+    const int64_t panels = gated ? (out / 2 + L - 1) / L : (out + NR - 1) / NR;
+    return compacts(panels, in, dtype) ? compact_sizes(panels, in).bytes() : 0;
+}
+
 int64_t ropeway_panel_columns() {
     return NR;
 }
@@ -165,6 +171,17 @@ void ropeway_pack(const void* weight, int64_t out, int64_t in, int64_t dtype, in
         pack_panels<bf16>((const bf16*)weight, out, in, gated != 0, (bf16*)packed);
     else
         pack_panels<float>((const float*)weight, out, in, gated != 0, (float*)packed);
+}
+
+// From packed panels; 0 if too many blocks have rare exponents.
+int64_t ropeway_compact(const void* packed, int64_t out, int64_t in, int64_t gated, void* compact) {
+#if ROPEWAY_DPBF16
+    const int64_t panels = gated ? (out / 2 + L - 1) / L : (out + NR - 1) / NR;
+    return compact_panels((const uint16_t*)packed, compact_sizes(panels, in), (char*)compact);
+#else
+    (void)packed, (void)out, (void)in, (void)gated, (void)compact;
+    return 0;
+#endif
 }
 
 // Bytes of an output matrix in 8 bits and floats of its bounds; both 0 where it is not screened here.
