@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
-
-#: What a weight is packed for: `linear`; `gated_linear`, then it is gate above up; or a table of rows for `embed` and
-#: `unembed`.
-PackedFor = Literal["linear", "gated", "table"]
 
 
 @dataclass(frozen=True, slots=True)

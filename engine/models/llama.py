@@ -15,7 +15,7 @@ from kernels.attention import AttentionBatch
 from kernels.blocked import BlockedLogits
 from kernels.lora import LoraPass
 from kernels.ops import Ops
-from kernels.packed import Packed, PackedFor, Weight
+from kernels.packed import Packed, Weight
 from kernels.reference.linear import Linear
 from kernels.reference.screen import Screen
 
@@ -194,27 +194,27 @@ class _Weights:
         return self._keep(f"{name}.weight", (size,))
 
     def packed(self, name: str, rows: int, columns: int) -> Weight:
-        """The embedding or the output matrix."""
-        return self._pack(name, {name: rows}, columns, "table")
+        """One matrix without a bias."""
+        return self._pack(name, {name: rows}, columns, gated=False)
 
     def fused(
         self, name: str, sizes: dict[str, int], columns: int, *, gated: bool = False
     ) -> tuple[Weight, torch.Tensor | None]:
         """Weights of several projections of one input as one, and their biases where they have any."""
-        weight = self._pack(name, sizes, columns, "gated" if gated else "linear")
+        weight = self._pack(name, sizes, columns, gated=gated)
         if f"{name}.bias" not in self._tensors:
             if not any(f"{part}.bias" in self._tensors for part in sizes):
                 return weight, None
             self._tensors[f"{name}.bias"] = torch.cat([self._pop(f"{part}.bias", (n,)) for part, n in sizes.items()])
         return weight, self._keep(f"{name}.bias", (sum(sizes.values()),))
 
-    def _pack(self, name: str, sizes: dict[str, int], columns: int, use: PackedFor) -> Weight:
+    def _pack(self, name: str, sizes: dict[str, int], columns: int, *, gated: bool) -> Weight:
         data = self._tensors.pop(f"{name}.{_PACKED}", None)
         if data is not None:
             weight: Weight = Packed(data, sum(sizes.values()), columns, self._dtype)
         else:
             rows = torch.cat([self._pop(f"{part}.weight", (size, columns)) for part, size in sizes.items()])
-            weight = self._ops.pack(rows, use)
+            weight = self._ops.pack(rows, gated)
         if isinstance(weight, Packed):
             self._packs = True
             self._prepared[f"{name}.{_PACKED}"] = weight.data

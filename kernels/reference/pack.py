@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 
 from kernels.ops import register
-from kernels.packed import PackedFor, Weight
+from kernels.packed import Weight
 
 
 @register("pack", "reference")
-def pack(weight: torch.Tensor, use: PackedFor = "linear") -> Weight:
-    """A weight as the layers of this backend lay it out.
+def pack(weight: torch.Tensor, gated: bool = False) -> Weight:
+    """A weight for `linear` and `unembed`, or for `gated_linear`; `embed` takes it too, if it is not gated.
 
     Args:
         weight: [out, in]; not to be changed afterwards.
-        use: which operations will take it.
+        gated: it is gate above up, for `gated_linear`.
 
     Returns:
         The weight itself, where the layers of this backend take it as it is.

@@ -22,7 +22,7 @@ from kernels.cpu.native.program import CaptureError, Recorder, recording
 from kernels.host_pass import HostPass
 from kernels.lora import LoraLayer, LoraPass, lora_batch
 from kernels.ops import NATIVE, Ops, is_native, ops_for
-from kernels.packed import Packed, PackedFor
+from kernels.packed import Packed
 from tests.kernels.test_paged_attention import DIM, Pool
 from tests.support.lora_layers import layer_for
 from tests.support.native import load_native
@@ -69,7 +69,7 @@ def test_products_of_any_size(ops: Ops, dtype: torch.dtype, rows: int, width: in
 @pytest.mark.parametrize(("vocab", "width"), [(1, 1), (33, 7), (130, 64), (257, 31)])
 def test_rows_of_a_packed_table_are_those_of_the_table(ops: Ops, dtype: torch.dtype, vocab: int, width: int) -> None:
     table, ids = torch.randn(vocab, width).to(dtype), torch.randint(vocab, (40,))
-    packed = ops.pack(table, "table")
+    packed = ops.pack(table)
     assert torch.equal(ops.embed(packed, ids), table[ids].float())
     assert torch.equal(ops.embed(packed, torch.arange(vocab)), table.float())
 
@@ -79,9 +79,9 @@ def test_layers_take_what_was_packed_before(ops: Ops, dtype: torch.dtype) -> Non
     for width in (19, 64):
         x, weight, bias = torch.randn(5, width).to(dtype), torch.randn(70, width).to(dtype), torch.randn(70).to(dtype)
         assert torch.equal(ops.linear(ops.pack(weight), bias)(x), ops.linear(weight, bias)(x))
-        gated = ops.pack(weight, "gated")
+        gated = ops.pack(weight, gated=True)
         assert torch.equal(ops.gated_linear(gated, bias)(x), ops.gated_linear(weight, bias)(x))
-        assert torch.equal(ops.unembed(ops.pack(weight, "table"))(x).values, ops.unembed(weight)(x).values)
+        assert torch.equal(ops.unembed(ops.pack(weight))(x).values, ops.unembed(weight)(x).values)
         short = Packed(gated.data[:-1], *gated.shape, dtype)
         with pytest.raises(ValueError, match=rf"a packed weight of \(70, {width}\) has"):
             ops.gated_linear(short)
@@ -92,9 +92,9 @@ def test_a_layout_has_a_name_that_changes_with_it(ops: Ops, monkeypatch: pytest.
     assert native.layout() == name
     real = operations.pack
 
-    def otherwise(weight: torch.Tensor, use: PackedFor = "linear") -> Packed:
-        packed = real(weight, use)
-        return Packed(packed.data.flip(0), *packed.shape, packed.dtype) if use == "gated" else packed
+    def otherwise(weight: torch.Tensor, gated: bool = False) -> Packed:
+        packed = real(weight, gated)
+        return Packed(packed.data.flip(0), *packed.shape, packed.dtype) if gated else packed
 
     monkeypatch.setattr(operations, "pack", otherwise)
     assert native.layout() != name

@@ -42,17 +42,21 @@ class Batch(Structure):
 
 
 class Gather(Structure):
-    """Operation 0."""
+    """Operation 0; `form` is one of `ROWS`, `PANELS`, `COMPACT`."""
 
     _fields_ = (
         ("table", c_void_p),
         ("ids", c_void_p),
         ("out", c_void_p),
+        ("entries", c_int64),
         ("width", c_int64),
         ("table_dtype", c_int64),
         ("out_dtype", c_int64),
-        ("packed", c_int64),
+        ("form", c_int64),
     )
+
+
+ROWS, PANELS, COMPACT = 0, 1, 2
 
 
 class Norm(Structure):
@@ -188,6 +192,7 @@ class Screen(Structure):
         ("in_width", c_int64),
         ("vocab", c_int64),
         ("dtype", c_int64),
+        ("compact", c_int64),
     )
 
 
@@ -259,7 +264,7 @@ def _declare(opened: ctypes.CDLL) -> None:
         "ropeway_panel_columns": (c_int64, []),
         "ropeway_pack": (None, [c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p]),
         "ropeway_screen_sizes": (None, [c_int64, c_int64, POINTER(c_int64), POINTER(c_int64)]),
-        "ropeway_screen_pack": (c_int64, [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
+        "ropeway_screen_pack": (c_int64, [c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
         "ropeway_lora_elements": (c_int64, [POINTER(LoraSite), c_int64, c_int64]),
         "ropeway_pack_lora": (
             None,

@@ -5,18 +5,17 @@ from __future__ import annotations
 import hashlib
 import threading
 from dataclasses import dataclass
-from typing import get_args
 
 import numpy as np
 import torch
 
 from kernels.blocked import BLOCK, BlockedLogits
 from kernels.cpu.native import library as native
-from kernels.cpu.native.library import DTYPES, GATED, LOGITS, PLAIN
+from kernels.cpu.native.library import COMPACT, DTYPES, GATED, LOGITS, PANELS, PLAIN, ROWS
 from kernels.cpu.native.lora import LowRank
 from kernels.cpu.native.program import empty, issue
 from kernels.ops import register
-from kernels.packed import Packed, PackedFor, Weight
+from kernels.packed import Packed, Weight
 from kernels.reference.linear import Linear
 from kernels.reference.unembed import Unembed
 
@@ -39,14 +38,22 @@ def unserved(head_dim: int, dtype: torch.dtype) -> str | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """A packed weight as products read it."""
+
+    packed: Packed
+    compact: bool
+
+
 @register("embed", "cpu.native")
 def embed(table: Weight, ids: torch.Tensor) -> torch.Tensor:
     """Contract of the reference; float32. Of a packed table each row is read from its panel."""
-    width, packed = table.shape[1], isinstance(table, Packed)
-    data = table.data if isinstance(table, Packed) else table
+    entries, width = table.shape
+    data, form = (table, ROWS) if isinstance(table, torch.Tensor) else _form(table)
     out = empty(len(ids), width, torch.float32)
     record = native.Gather(
-        data.data_ptr(), ids.data_ptr(), out.data_ptr(), width, DTYPES[table.dtype], DTYPES[out.dtype], packed
+        data.data_ptr(), ids.data_ptr(), out.data_ptr(), entries, width, DTYPES[table.dtype], DTYPES[out.dtype], form
     )
     issue(record, len(ids), data, ids, out)
     return out
@@ -77,12 +84,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
 @register("linear", "cpu.native")
 def linear(weight: Weight, bias: torch.Tensor | None = None) -> Linear:
     """Contract of the reference. The weight given may be freed afterwards."""
-    packed = _packed(weight, "linear")
+    panels = _panels(weight, gated=False)
     shift = None if bias is None else _padded(bias, _order(len(bias), native.library().ropeway_panel_columns()))
     width, dtype = weight.shape[0], weight.dtype
 
     def apply(x: torch.Tensor, delta: LowRank | None = None) -> torch.Tensor:
-        return _project(x, packed, shift, empty(len(x), width, dtype), PLAIN, delta=delta)
+        return _project(x, panels, shift, empty(len(x), width, dtype), PLAIN, delta=delta)
 
     return apply
 
@@ -90,12 +97,12 @@ def linear(weight: Weight, bias: torch.Tensor | None = None) -> Linear:
 @register("gated_linear", "cpu.native")
 def gated_linear(weight: Weight, bias: torch.Tensor | None = None) -> Linear:
     """Contract of the reference: SiLU and product are done where the matrix products leave their results."""
-    packed = _packed(weight, "gated")
+    panels = _panels(weight, gated=True)
     width, dtype = weight.shape[0] // 2, weight.dtype
     shift = None if bias is None else _padded(bias, _gated_order(width, native.library().ropeway_panel_columns() // 2))
 
     def apply(x: torch.Tensor, delta: LowRank | None = None) -> torch.Tensor:
-        return _project(x, packed, shift, empty(len(x), width, dtype), GATED, delta=delta)
+        return _project(x, panels, shift, empty(len(x), width, dtype), GATED, delta=delta)
 
     return apply
 
@@ -104,22 +111,21 @@ def gated_linear(weight: Weight, bias: torch.Tensor | None = None) -> Linear:
 class Head:
     """A packed output matrix; float32 as summed, and the blocks' maxima are found on the way."""
 
-    packed: Packed
+    panels: Panels
 
     def __call__(self, hidden: torch.Tensor, delta: LowRank | None = None) -> BlockedLogits:
-        vocab = self.packed.rows
+        vocab = self.panels.packed.rows
         blocks = -(-vocab // BLOCK)
         values = empty(len(hidden), blocks * BLOCK, torch.float32)
         peaks = empty(len(hidden), blocks, torch.float32)
-        _project(hidden, _Panels(self.packed.data), None, values, LOGITS, vocab, peaks, delta)
+        _project(hidden, self.panels, None, values, LOGITS, vocab, peaks, delta)
         return BlockedLogits(values, peaks, peaks.amax(-1), vocab)
 
 
 @register("unembed", "cpu.native")
 def unembed(weight: Weight) -> Unembed:
     """Contract of the reference."""
-    vocab, width = weight.shape
-    return Head(Packed(_packed(weight, "table").data, vocab, width, weight.dtype))
+    return Head(_panels(weight, gated=False))
 
 
 @register("rotary", "cpu.native")
@@ -157,15 +163,15 @@ def write_kv(kv: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) 
 
 
 @register("pack", "cpu.native")
-def pack(weight: torch.Tensor, use: PackedFor = "linear") -> Packed:
+def pack(weight: torch.Tensor, gated: bool = False) -> Packed:
     """Contract of the reference; the library's own layout, in panels. The weight given may be freed afterwards.
 
-    But for tables weights in bfloat16 are compacted, where they can be: see `src/compact.h`.
+    Weights in bfloat16 are compacted, where they can be: see `src/compact.h`.
     """
     rows, columns = weight.shape
-    weight, dtype, gated = weight.contiguous(), DTYPES[weight.dtype], use == "gated"
+    weight, dtype = weight.contiguous(), DTYPES[weight.dtype]
     lib = native.library()
-    size, less = _sizes(rows, columns, dtype, use)
+    size, less = _sizes(rows, columns, dtype, gated=gated)
     data = torch.empty(size, dtype=torch.uint8) if less else allocate(size)
     lib.ropeway_pack(weight.data_ptr(), rows, columns, dtype, gated, data.data_ptr())
     if less:
@@ -183,40 +189,37 @@ def layout() -> str:
     total = hashlib.sha256()
     for dtype in DTYPES:
         weight = torch.arange(1, 1 + 6 * 70 * 8, dtype=torch.int32).remainder(251).view(420, 8).to(dtype)
-        for use in get_args(PackedFor):
+        for gated in (False, True):
             for columns in (5, 8):
-                total.update(pack(weight[:, :columns], use).data.numpy().tobytes())
+                total.update(pack(weight[:, :columns], gated).data.numpy().tobytes())
     return total.hexdigest()[:16]
 
 
-@dataclass(frozen=True, slots=True)
-class _Panels:
-    """A packed weight as products read it."""
-
-    data: torch.Tensor
-    compact: bool = False
+def _form(table: Packed) -> tuple[torch.Tensor, int]:
+    panels = _panels(table, gated=False)
+    return table.data, COMPACT if panels.compact else PANELS
 
 
-def _sizes(rows: int, columns: int, dtype: int, use: PackedFor) -> tuple[int, int]:
+def _sizes(rows: int, columns: int, dtype: int, *, gated: bool) -> tuple[int, int]:
     """Bytes of the panels, plain and compacted; 0 where the latter is not done."""
-    lib, gated = native.library(), use == "gated"
-    less = 0 if use == "table" else lib.ropeway_compact_bytes(rows, columns, dtype, gated)
+    lib = native.library()
+    less = lib.ropeway_compact_bytes(rows, columns, dtype, gated)
     return lib.ropeway_packed_bytes(rows, columns, dtype, gated), less
 
 
-def _packed(weight: Weight, use: PackedFor) -> _Panels:
+def _panels(weight: Weight, *, gated: bool) -> Panels:
     """The panels of a weight, whoever has packed it.
 
     Raises:
         ValueError: it was packed for another layer or another library.
     """
     if not isinstance(weight, Packed):
-        weight = pack(weight, use)
-    size, less = _sizes(weight.rows, weight.columns, DTYPES[weight.dtype], use)
+        weight = pack(weight, gated)
+    size, less = _sizes(weight.rows, weight.columns, DTYPES[weight.dtype], gated=gated)
     if len(weight.data) not in (size, less or size):
         wanted = f"{size} or {less}" if less else str(size)
         raise ValueError(f"a packed weight of {weight.shape} has {len(weight.data)} bytes, not {wanted}")
-    return _Panels(weight.data, compact=len(weight.data) != size)
+    return Panels(weight, compact=len(weight.data) != size)
 
 
 def allocate(size: int) -> torch.Tensor:
@@ -254,7 +257,7 @@ def _padded(bias: torch.Tensor, order: list[int]) -> torch.Tensor:
 
 def _project(
     x: torch.Tensor,
-    packed: _Panels,
+    panels: Panels,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     epilogue: int,
@@ -265,7 +268,7 @@ def _project(
     x = _rows(x)
     record = native.Linear(
         x.data_ptr(),
-        packed.data.data_ptr(),
+        panels.packed.data.data_ptr(),
         None if bias is None else bias.data_ptr(),
         None if delta is None else delta.address,
         out.data_ptr(),
@@ -277,9 +280,9 @@ def _project(
         out.shape[1] if width is None else width,
         DTYPES[x.dtype],
         epilogue,
-        packed.compact,
+        panels.compact,
     )
-    tensors = (x, packed.data, bias, None if delta is None else delta.low, out, peaks)
+    tensors = (x, panels.packed.data, bias, None if delta is None else delta.low, out, peaks)
     batch = None if delta is None else delta.batch
     issue(record, len(x), *(each for each in tensors if each is not None), batch=batch)
     return out

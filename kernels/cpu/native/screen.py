@@ -9,9 +9,8 @@ import torch
 
 from kernels.cpu.native import library as native
 from kernels.cpu.native.library import DTYPES, SCREEN_STAGES, Batch, Instruction
-from kernels.cpu.native.operations import Head, allocate
+from kernels.cpu.native.operations import Head, Panels, allocate
 from kernels.ops import register
-from kernels.packed import Packed
 from kernels.reference.screen import Screen
 from kernels.reference.unembed import Unembed
 
@@ -35,25 +34,27 @@ def screen(head: Unembed) -> Screen | None:
     """Contract of the reference; None also where the CPU has no VNNI. Takes a byte for each weight of the matrix."""
     if not isinstance(head, Head):
         return None
-    packed = head.packed
+    packed, compact = head.panels.packed, head.panels.compact
     rows, columns, dtype = packed.rows, packed.columns, DTYPES[packed.dtype]
     size, count = _sizes(rows, columns)
     if not size:
         return None
     coarse, bounds, source = allocate(size), torch.empty(count), packed.data.data_ptr()
-    if not native.library().ropeway_screen_pack(source, rows, columns, dtype, coarse.data_ptr(), bounds.data_ptr()):
+    done = native.library().ropeway_screen_pack(
+        source, rows, columns, dtype, compact, coarse.data_ptr(), bounds.data_ptr()
+    )
+    if not done:
         logger.warning("the output matrix has weights that are not finite or very large: greedy tokens take all logits")
         return None
-
-    return _Screen(packed, coarse, bounds)
+    return _Screen(head.panels, coarse, bounds)
 
 
 class _Screen:
     """A matrix with its 8-bit copy."""
 
-    def __init__(self, packed: Packed, coarse: torch.Tensor, bounds: torch.Tensor) -> None:
-        self._matrix = packed, coarse, bounds
-        self._last = _Call(torch.empty((0, packed.columns), dtype=packed.dtype), *self._matrix)
+    def __init__(self, panels: Panels, coarse: torch.Tensor, bounds: torch.Tensor) -> None:
+        self._matrix = panels, coarse, bounds
+        self._last = _Call(torch.empty((0, panels.packed.columns), dtype=panels.packed.dtype), *self._matrix)
 
     def __call__(self, hidden: torch.Tensor) -> list[int]:
         call = self._last
@@ -66,7 +67,8 @@ class _Screen:
 class _Call:
     """What the library is told; it stays as it is while the rows are in the same tensor, as those of decodes are."""
 
-    def __init__(self, hidden: torch.Tensor, packed: Packed, coarse: torch.Tensor, bounds: torch.Tensor) -> None:
+    def __init__(self, hidden: torch.Tensor, panels: Panels, coarse: torch.Tensor, bounds: torch.Tensor) -> None:
+        packed = panels.packed
         self.hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
         self.tokens = (ctypes.c_int64 * len(hidden))()
         self._record = native.Screen(
@@ -79,6 +81,7 @@ class _Call:
             packed.columns,
             packed.rows,
             DTYPES[packed.dtype],
+            panels.compact,
         )
         address = ctypes.addressof(self._record)
         self.stages = (Instruction * len(SCREEN_STAGES))(*[Instruction(stage, address) for stage in SCREEN_STAGES])

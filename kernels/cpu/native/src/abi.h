@@ -27,12 +27,13 @@ struct Batch {
 
 enum Op : int64_t { kGather, kNorm, kLinear, kRotary, kWriteKv, kAttention, kLora, kEmbedDelta, kScreenRows, kScreenColumns, kScreenPick, kOps };
 
+enum Form : int64_t { kRows, kPanels, kCompact };  // rows; panels, see `pack`; those of `compact.h`
+
 struct Gather {  // out[t] = table[ids[t]]
     const void* table;
     const int64_t* ids;
     void* out;
-    int64_t width, table_dtype, out_dtype;
-    int64_t packed;  // not 0: the table lies in panels, see `pack`
+    int64_t entries, width, table_dtype, out_dtype, form;
 };
 
 struct Norm {  // residual += x, if there is one; out = residual / sqrt(mean(residual^2) + eps) * weight
@@ -114,6 +115,7 @@ struct Screen {  // out[t] = the first greatest column of x[t] @ weight.T, -1 wh
     const float* bounds;
     int64_t* out;  // [rows]
     int64_t x_stride, in, vocab, dtype;
+    int64_t compact;  // not 0: the panels are those of `compact.h`
 };
 
 struct Instruction {

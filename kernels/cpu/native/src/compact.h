@@ -120,6 +120,41 @@ struct CompactPanel {
     int64_t blocks;
 };
 
+// A panel as it was, [blocks][2][NR][2].
+static inline void expand_panel(const CompactPanel& panel, bf16* out) {
+    const __m512i upper = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)panel.header->upper));
+    const __m512i half = _mm512_set1_epi8(15);
+    const char* b = (const char*)(panel.header + 1);
+    char* target = (char*)out;
+    for (int64_t at = 0; at < panel.blocks; at++, b += kCompactBytes) {
+        __m512i codes = _mm512_loadu_si512(b + 128);
+        for (int pair = 0; pair < 2; pair++, target += kBlockBytes / 2, codes = _mm512_srli_epi16(codes, 4)) {
+            const __m512i lower = _mm512_loadu_si512(b + 64 * pair);
+            const __m512i bytes = _mm512_shuffle_epi8(upper, _mm512_and_si512(half, codes));
+            _mm512_storeu_si512(target, _mm512_unpacklo_epi8(lower, bytes));
+            _mm512_storeu_si512(target + 64, _mm512_unpackhi_epi8(lower, bytes));
+        }
+    }
+    for (int32_t i = 0; i < panel.header->count; i++)
+        std::memcpy((char*)out + panel.places[i] * kBlockBytes, panel.whole + i * kBlockBytes, kBlockBytes);
+}
+
+// One column of a panel.
+static inline void expand_column(const CompactPanel& panel, int64_t column, bf16* out) {
+    const uint8_t* b = (const uint8_t*)(panel.header + 1);
+    const int64_t place[2] = {compact_place(column * 2), compact_place(column * 2 + 1)};
+    for (int64_t at = 0; at < panel.blocks; at++, b += kCompactBytes)
+        for (int i = 0; i < kBlockInputs; i++) {
+            const int64_t pair = i / 2, own = place[i % 2];
+            const int code = b[128 + own] >> 4 * pair & 15;
+            out[at * kBlockInputs + i].bits = (uint16_t)(panel.header->upper[code] << 8 | b[64 * pair + own]);
+        }
+    for (int32_t k = 0; k < panel.header->count; k++)
+        for (int i = 0; i < kBlockInputs; i++)
+            std::memcpy(out + panel.places[k] * kBlockInputs + i,
+                        panel.whole + k * kBlockBytes + ((i / 2) * 2 * NR + column * 2 + i % 2) * 2, 2);
+}
+
 // `tile` over a compact panel, for inputs in whole blocks: the same sums in the same order.
 template <int R>
 static __attribute__((noinline)) void compact_tile(const bf16* a, int64_t stride, const CompactPanel& panel, float* c) {

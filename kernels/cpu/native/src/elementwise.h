@@ -5,6 +5,8 @@
 #include "gemm.h"
 #include "vec.h"
 
+#include <vector>
+
 // Calls `visit(offset, lanes)`; the last may be short.
 template <class Visit>
 static inline void for_vectors(int64_t width, Visit visit) {
@@ -40,9 +42,25 @@ static void gather_packed_row(const Gather& g, int64_t row) {
     });
 }
 
+#if ROPEWAY_DPBF16
+template <class U>
+static void gather_compact_row(const Gather& g, int64_t row) {
+    static thread_local std::vector<bf16> space;
+    space.resize(g.width);
+    const CompactSizes sizes = compact_sizes((g.entries + NR - 1) / NR, g.width);
+    expand_column(CompactPanel(g.table, sizes, g.ids[row] / NR), g.ids[row] % NR, space.data());
+    U* out = (U*)g.out + row * g.width;
+    for_vectors(g.width, [&](int64_t i, int n) { store_lanes(out + i, load_lanes(space.data() + i, n), n); });
+}
+#endif
+
 template <class T, class U>
 static void gather_row(const Gather& g, int64_t row) {
-    if (g.packed) return gather_packed_row<T, U>(g, row);
+#if ROPEWAY_DPBF16
+    if constexpr (sizeof(T) == 2)
+        if (g.form == kCompact) return gather_compact_row<U>(g, row);
+#endif
+    if (g.form != kRows) return gather_packed_row<T, U>(g, row);
     const T* source = (const T*)g.table + g.ids[row] * g.width;
     U* out = (U*)g.out + row * g.width;
     for_vectors(g.width, [&](int64_t i, int n) { store_lanes(out + i, load_lanes(source + i, n), n); });

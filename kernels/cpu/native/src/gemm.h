@@ -208,17 +208,22 @@ static inline void bring_results(const Linear& l, int64_t row, int rows, int64_t
     for (int r = 0; r < rows; r++) __builtin_prefetch(out + r * l.out_stride, 1);
 }
 
-// `c` = rows of `x` by one of the layer's panels.
+// A packed weight of so many panels.
+struct Matrix {
+    const void* packed;
+    int64_t panels, in, dtype;
+    bool compact;
+};
+
+// `c` = rows of `x` by one panel.
 template <class T>
-static inline void product(const Linear& l, int rows, const T* x, int64_t panel, int64_t panels, float* c) {
+static inline void product(const Matrix& m, int64_t panel, int rows, const T* x, int64_t stride, float* c) {
 #if ROPEWAY_DPBF16
     if constexpr (sizeof(T) == 2)
-        if (l.compact)
-            return compact_rows(rows, x, l.x_stride, CompactPanel(l.packed, compact_sizes(panels, l.in), panel), c);
+        if (m.compact)
+            return compact_rows(rows, x, stride, CompactPanel(m.packed, compact_sizes(m.panels, m.in), panel), c);
 #endif
-    (void)panels;
-    const char* packed = (const char*)l.packed + panel * panel_bytes(l.in, l.dtype);
-    tile_rows<T>(rows, x, l.x_stride, (const T*)packed, l.in, c);
+    tile_rows<T>(rows, x, stride, (const T*)((const char*)m.packed + panel * panel_bytes(m.in, m.dtype)), m.in, c);
 }
 
 // Panels [begin, end) of the rows [first, last).
@@ -226,7 +231,7 @@ template <class T>
 static void linear_block(const Linear& l, const Batch& batch, int64_t first, int64_t last, int64_t begin, int64_t end) {
     alignas(64) float c[MR * NR];
     const int64_t group = l.epilogue == kLogits ? kPeak / NR : 1;
-    const int64_t stored = (columns_of(l) + NR - 1) / NR;
+    const Matrix matrix{l.packed, (columns_of(l) + NR - 1) / NR, l.in, l.dtype, l.compact != 0};
     Reach reach[kPeak / NR];
     for (int64_t panel = begin; panel < end; panel += group) {
         for (int64_t p = 0; l.lora && p < group; p++) {
@@ -241,7 +246,7 @@ static void linear_block(const Linear& l, const Batch& batch, int64_t first, int
                 for (int r = 0; r < rows; r++) most[r] = splat(-__builtin_inff());
             for (int64_t p = panel; p < panel + group; p++) {
                 bring_results<T>(l, row, rows, p);
-                if (p < stored) product<T>(l, rows, x, p, stored, c);
+                if (p < matrix.panels) product<T>(matrix, p, rows, x, l.x_stride, c);
                 if (l.lora) add_low<T>(*l.lora, batch, reach[p - panel], row, rows, c);
                 if (l.epilogue == kPlain) finish_plain<T>(l, row, rows, p, c);
                 if (l.epilogue == kGated) finish_gated<T>(l, row, rows, p, c);

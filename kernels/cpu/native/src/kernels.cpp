@@ -192,12 +192,14 @@ void ropeway_screen_sizes(int64_t out, int64_t in, int64_t* bytes, int64_t* floa
 }
 
 // From packed panels; 0 if a column is not finite or too large, so that the matrix cannot be screened.
-int64_t ropeway_screen_pack(const void* packed, int64_t out, int64_t in, int64_t dtype, uint8_t* coarse, float* bounds) {
+int64_t ropeway_screen_pack(const void* packed, int64_t out, int64_t in, int64_t dtype, int64_t compact, uint8_t* coarse,
+                            float* bounds) {
 #if ROPEWAY_SCREEN
-    if (dtype == kBFloat16) return screen_panels<bf16>((const char*)packed, out, in, dtype, coarse, bounds);
-    return screen_panels<float>((const char*)packed, out, in, dtype, coarse, bounds);
+    const Matrix matrix{packed, (out + NR - 1) / NR, in, dtype, compact != 0};
+    if (dtype == kBFloat16) return screen_panels<bf16>(matrix, out, coarse, bounds);
+    return screen_panels<float>(matrix, out, coarse, bounds);
 #else
-    (void)packed, (void)out, (void)in, (void)dtype, (void)coarse, (void)bounds;
+    (void)packed, (void)out, (void)in, (void)dtype, (void)compact, (void)coarse, (void)bounds;
     return 0;
 #endif
 }

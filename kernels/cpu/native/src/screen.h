@@ -101,11 +101,27 @@ static bool screen_half(const T* panel, int64_t in, int half, uint8_t* coarse, f
     return fine;
 }
 
+// A panel of the matrix as `tile` takes it, in `space` if it has to be made.
 template <class T>
-static bool screen_panels(const char* packed, int64_t out, int64_t in, int64_t dtype, uint8_t* coarse, float* bounds) {
+static const T* plain_panel(const Matrix& m, int64_t panel, [[maybe_unused]] std::vector<T>& space) {
+#if ROPEWAY_DPBF16
+    if constexpr (sizeof(T) == 2)
+        if (m.compact) {
+            space.resize(panel_bytes(m.in, m.dtype) / sizeof(T));
+            expand_panel(CompactPanel(m.packed, compact_sizes(m.panels, m.in), panel), space.data());
+            return space.data();
+        }
+#endif
+    return (const T*)((const char*)m.packed + panel * panel_bytes(m.in, m.dtype));
+}
+
+template <class T>
+static bool screen_panels(const Matrix& m, int64_t out, uint8_t* coarse, float* bounds) {
+    const int64_t in = m.in;
     bool fine = true;
-    for (int64_t p = 0; p < (out + NR - 1) / NR; p++) {
-        const T* panel = (const T*)(packed + p * panel_bytes(in, dtype));
+    std::vector<T> space;
+    for (int64_t p = 0; p < m.panels; p++) {
+        const T* panel = plain_panel<T>(m, p, space);
         float* own = bounds + p * kPanelBounds;
         for (int half = 0; half < 2; half++)
             fine = screen_half(panel, in, half, coarse + p * coarse_panel_bytes(in), own) && fine;
@@ -359,6 +375,7 @@ static int64_t pick_column(const Screen& s, const T* x, const ScreenedRow& row, 
     float best = -std::numeric_limits<float>::infinity();
     int64_t column = -1;
     alignas(64) float c[NR];
+    const Matrix matrix{s.packed, (s.vocab + NR - 1) / NR, s.in, s.dtype, s.compact != 0};
     for (;;) {
         float above = -std::numeric_limits<float>::infinity();
         int64_t panel = -1;
@@ -367,7 +384,7 @@ static int64_t pick_column(const Screen& s, const T* x, const ScreenedRow& row, 
                 if (found[t].above[i] > above) above = found[t].above[i], panel = found[t].column[i] / NR;
         // What is no more than the best could still be equal to it.
         if (panel < 0 || above < floor || above < best) break;
-        tile_rows<T>(1, x, s.x_stride, (const T*)((const char*)s.packed + panel * panel_bytes(s.in, s.dtype)), s.in, c);
+        product<T>(matrix, panel, 1, x, s.x_stride, c);
         for (int64_t j = 0; j < std::min<int64_t>(NR, s.vocab - panel * NR); j++)
             if (c[j] > best || (c[j] == best && panel * NR + j < column)) best = c[j], column = panel * NR + j;
         for (int t = 0; t < threads; t++)

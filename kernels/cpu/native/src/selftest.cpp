@@ -170,6 +170,7 @@ void check_screen(int64_t rows, int64_t in, int64_t out) {
     for (int64_t r = 1; r < rows; r += 2)
         for (int64_t i = 0; i < in; i++) x[r * in + i] = x[(r - 1) * in + (i * 7 + 1) % in];
     for (int64_t i = 0; i < in; i++) weight[(out - 1) * in + i] = weight[out / 2 * in + i];
+    make_rare(weight.get(), (out - 1) * in);
     const int64_t zero = 3, strange = 4;  // rows that are left
     if (rows > zero) std::fill_n(x.get() + zero * in, in, T{});
     if constexpr (sizeof(T) == 2) {
@@ -177,19 +178,22 @@ void check_screen(int64_t rows, int64_t in, int64_t out) {
     } else {
         if (rows > strange) x[strange * in] = NAN;
     }
-    std::unique_ptr<char[]> packed(new char[ropeway_packed_bytes(out, in, dtype_of<T>, 0)]);
-    ropeway_pack(weight.get(), out, in, dtype_of<T>, 0, packed.get());
+    const int64_t less = ropeway_compact_bytes(out, in, dtype_of<T>, 0);
+    std::unique_ptr<char[]> plain(new char[ropeway_packed_bytes(out, in, dtype_of<T>, 0)]), compact(new char[less]);
+    ropeway_pack(weight.get(), out, in, dtype_of<T>, 0, plain.get());
+    if (less && !ropeway_compact(plain.get(), out, in, 0, compact.get())) wrong++;
+    const char* packed = less ? compact.get() : plain.get();
     std::unique_ptr<float[]> logits(new float[rows * width]), peaks(new float[rows * width / kPeak + 1]);
-    const Linear linear{x.get(), packed.get(),  nullptr, nullptr, logits.get(), peaks.get(), in,
-                        width,   width / kPeak, in,      out,     dtype_of<T>,  kLogits, 0};
+    const Linear linear{x.get(), packed,        nullptr, nullptr, logits.get(), peaks.get(), in,
+                        width,   width / kPeak, in,      out,     dtype_of<T>,  kLogits,     less};
     run_one(kLinear, &linear, rows_only(rows));
     int64_t bytes, floats;
     ropeway_screen_sizes(out, in, &bytes, &floats);
     std::unique_ptr<uint8_t[]> coarse(new uint8_t[bytes]);
     std::unique_ptr<float[]> bounds(new float[floats]);
-    if (!ropeway_screen_pack(packed.get(), out, in, dtype_of<T>, coarse.get(), bounds.get())) wrong++;
+    if (!ropeway_screen_pack(packed, out, in, dtype_of<T>, less, coarse.get(), bounds.get())) wrong++;
     std::unique_ptr<int64_t[]> found(new int64_t[rows + 1]);
-    const Screen record{x.get(), packed.get(), coarse.get(), bounds.get(), found.get(), in, in, out, dtype_of<T>};
+    const Screen record{x.get(), packed, coarse.get(), bounds.get(), found.get(), in, in, out, dtype_of<T>, less};
     const Instruction stages[] = {{kScreenRows, &record}, {kScreenColumns, &record}, {kScreenPick, &record}};
     const Batch batch = rows_only(rows);
     if (ropeway_run(stages, 3, &batch)) wrong++;
@@ -230,6 +234,7 @@ void check_embed_delta(int64_t rows, int64_t vocab, int64_t width, int64_t rank)
 template <class T>
 void check_rows(int64_t rows, int64_t width) {
     auto x = filled<T>(rows * width), weight = filled<T>(width);
+    make_rare(x.get(), rows * width);
     auto residual = filled<float>(rows * width);
     std::unique_ptr<float[]> before(new float[rows * width + 1]);
     std::copy(residual.get(), residual.get() + rows * width, before.get());
@@ -248,17 +253,24 @@ void check_rows(int64_t rows, int64_t width) {
     std::unique_ptr<int64_t[]> ids(new int64_t[rows + 1]);
     for (int64_t r = 0; r < rows; r++) ids[r] = rows - 1 - r;
     std::unique_ptr<float[]> gathered(new float[rows * width + 1]);
-    const Gather gather{x.get(), ids.get(), gathered.get(), width, dtype_of<T>, kFloat32, 0};
+    const Gather gather{x.get(), ids.get(), gathered.get(), rows, width, dtype_of<T>, kFloat32, kRows};
     run_one(kGather, &gather, rows_only(rows));
     for (int64_t i = 0; i < rows * width; i++)
         expect(gathered[i], widen(x[(rows - 1 - i / width) * width + i % width]), 0, "gather", rows, width, i);
-    std::unique_ptr<char[]> panels(new char[ropeway_packed_bytes(rows, width, dtype_of<T>, 0)]);
+    const int64_t bytes = ropeway_packed_bytes(rows, width, dtype_of<T>, 0);
+    const int64_t less = ropeway_compact_bytes(rows, width, dtype_of<T>, 0);
+    std::unique_ptr<char[]> panels(new char[bytes]), compact(new char[less]);
     ropeway_pack(x.get(), rows, width, dtype_of<T>, 0, panels.get());
-    std::fill(gathered.get(), gathered.get() + rows * width, -9.0f);
-    const Gather unpacked{panels.get(), ids.get(), gathered.get(), width, dtype_of<T>, kFloat32, 1};
-    run_one(kGather, &unpacked, rows_only(rows));
-    for (int64_t i = 0; i < rows * width; i++)
-        expect(gathered[i], widen(x[(rows - 1 - i / width) * width + i % width]), 0, "panels", rows, width, i);
+    if (less && !ropeway_compact(panels.get(), rows, width, 0, compact.get())) wrong++;
+    for (const Form form : {kPanels, kCompact}) {
+        if (form == kCompact && !less) continue;
+        std::fill(gathered.get(), gathered.get() + rows * width, -9.0f);
+        const void* table = form == kCompact ? compact.get() : panels.get();
+        const Gather unpacked{table, ids.get(), gathered.get(), rows, width, dtype_of<T>, kFloat32, form};
+        run_one(kGather, &unpacked, rows_only(rows));
+        for (int64_t i = 0; i < rows * width; i++)
+            expect(gathered[i], widen(x[(rows - 1 - i / width) * width + i % width]), 0, "panels", rows, width, i);
+    }
 }
 
 template <class T>
@@ -347,7 +359,7 @@ void check_all() {
     check_screen<T>(130, 66, 90);
 #endif
     for (int64_t rows : {0, 1, 8, 9})
-        for (int64_t width : {1, 15, 16, 33}) check_rows<T>(rows, width);
+        for (int64_t width : {1, 15, 16, 33, 64}) check_rows<T>(rows, width);
     for (int64_t dim : {2, 6, 32, 34}) {
         check_rotary<T>(3, 2, dim);
         check_attention<T>({{1, 1}}, 4, 1, 1, dim);
