@@ -5,6 +5,7 @@
 #pragma once
 
 #include "abi.h"
+#include "ahead.h"
 #include "vec.h"
 
 #include <algorithm>
@@ -155,9 +156,11 @@ static inline void expand_column(const CompactPanel& panel, int64_t column, bf16
                         panel.whole + k * kBlockBytes + ((i / 2) * 2 * NR + column * 2 + i % 2) * 2, 2);
 }
 
-// `tile` over a compact panel, for inputs in whole blocks: the same sums in the same order.
+// `tile` over a compact panel, for inputs in whole blocks: the same sums in the same order. With more than a few rows it has
+// the piece brought near, two lines a block.
 template <int R>
-static __attribute__((noinline)) void compact_tile(const bf16* a, int64_t stride, const CompactPanel& panel, float* c) {
+static __attribute__((noinline)) void compact_tile(const bf16* a, int64_t stride, const CompactPanel& panel, Piece piece,
+                                                   float* c) {
     __m512 acc[R][2];
     for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();
     const int64_t step = stride * 2;
@@ -190,6 +193,7 @@ static __attribute__((noinline)) void compact_tile(const bf16* a, int64_t stride
             if constexpr (R > 4)
                 for (int line = 0; line < kCompactBytes; line += 64) _mm_prefetch(b + 9216 + line, _MM_HINT_T1);
             const __m512i codes = _mm512_loadu_si512(b + 128);
+            if constexpr (R > 4) piece.bring(), piece.bring();
             pair(_mm512_loadu_si512(b), codes);
             pair(_mm512_loadu_si512(b + 64), _mm512_srli_epi16(codes, 4));
         }
@@ -203,12 +207,13 @@ static __attribute__((noinline)) void compact_tile(const bf16* a, int64_t stride
     }
 }
 
-static inline void compact_rows(int rows, const bf16* a, int64_t stride, const CompactPanel& panel, float* c) {
-    using Function = void (*)(const bf16*, int64_t, const CompactPanel&, float*);
+static inline void compact_rows(int rows, const bf16* a, int64_t stride, const CompactPanel& panel, const Piece& piece,
+                                float* c) {
+    using Function = void (*)(const bf16*, int64_t, const CompactPanel&, Piece, float*);
     static const Function functions[MR] = {compact_tile<1>, compact_tile<2>,  compact_tile<3>,  compact_tile<4>,
                                            compact_tile<5>, compact_tile<6>,  compact_tile<7>,  compact_tile<8>,
                                            compact_tile<9>, compact_tile<10>, compact_tile<11>, compact_tile<12>};
-    functions[rows - 1](a, stride, panel, c);
+    functions[rows - 1](a, stride, panel, piece, c);
 }
 
 #endif  // ROPEWAY_DPBF16

@@ -215,20 +215,22 @@ struct Matrix {
     bool compact;
 };
 
-// `c` = rows of `x` by one panel.
+// `c` = rows of `x` by one panel. Meanwhile a compact one has the piece brought near.
 template <class T>
-static inline void product(const Matrix& m, int64_t panel, int rows, const T* x, int64_t stride, float* c) {
+static inline void product(const Matrix& m, int64_t panel, int rows, const T* x, int64_t stride,
+                           [[maybe_unused]] const Piece& piece, float* c) {
 #if ROPEWAY_DPBF16
     if constexpr (sizeof(T) == 2)
         if (m.compact)
-            return compact_rows(rows, x, stride, CompactPanel(m.packed, compact_sizes(m.panels, m.in), panel), c);
+            return compact_rows(rows, x, stride, CompactPanel(m.packed, compact_sizes(m.panels, m.in), panel), piece, c);
 #endif
     tile_rows<T>(rows, x, stride, (const T*)((const char*)m.packed + panel * panel_bytes(m.in, m.dtype)), m.in, c);
 }
 
 // Panels [begin, end) of the rows [first, last).
 template <class T>
-static void linear_block(const Linear& l, const Batch& batch, int64_t first, int64_t last, int64_t begin, int64_t end) {
+static void linear_block(const Linear& l, const Batch& batch, Ahead& ahead, int64_t first, int64_t last, int64_t begin,
+                         int64_t end) {
     alignas(64) float c[MR * NR];
     const int64_t group = l.epilogue == kLogits ? kPeak / NR : 1;
     const Matrix matrix{l.packed, (columns_of(l) + NR - 1) / NR, l.in, l.dtype, l.compact != 0};
@@ -246,7 +248,8 @@ static void linear_block(const Linear& l, const Batch& batch, int64_t first, int
                 for (int r = 0; r < rows; r++) most[r] = splat(-__builtin_inff());
             for (int64_t p = panel; p < panel + group; p++) {
                 bring_results<T>(l, row, rows, p);
-                if (p < matrix.panels) product<T>(matrix, p, rows, x, l.x_stride, c);
+                const Piece piece = matrix.compact ? ahead.next(x) : Piece::none(x);
+                if (p < matrix.panels) product<T>(matrix, p, rows, x, l.x_stride, piece, c);
                 if (l.lora) add_low<T>(*l.lora, batch, reach[p - panel], row, rows, c);
                 if (l.epilogue == kPlain) finish_plain<T>(l, row, rows, p, c);
                 if (l.epilogue == kGated) finish_gated<T>(l, row, rows, p, c);
@@ -285,16 +288,16 @@ static inline LinearCut cut_linear(const Linear& l, int64_t rows, int threads) {
     return cut_panels(panels_of(l), l.epilogue == kLogits ? kPeak / NR : 1, rows, threads);
 }
 
-static inline void run_linear(const Linear& l, const Batch& batch, int threads, int64_t task) {
+static inline void run_linear(const Linear& l, const Batch& batch, Ahead& ahead, int threads, int64_t task) {
     const int64_t rows = batch.rows;
     const LinearCut cut = cut_linear(l, rows, threads);
     const int64_t row_block = task / cut.panel_blocks, panel_block = task % cut.panel_blocks;
     const int64_t first = row_block * cut.rows_each, last = std::min(rows, first + cut.rows_each);
     const int64_t begin = cut.panel(panel_block), end = cut.panel(panel_block + 1);
     if (l.dtype == kBFloat16)
-        linear_block<bf16>(l, batch, first, last, begin, end);
+        linear_block<bf16>(l, batch, ahead, first, last, begin, end);
     else
-        linear_block<float>(l, batch, first, last, begin, end);
+        linear_block<float>(l, batch, ahead, first, last, begin, end);
 }
 
 // Weight [out, in] into panels, zeros behind the last column. Gated: the weight is gate above up, 2 * out_width rows.

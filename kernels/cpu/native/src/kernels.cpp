@@ -36,6 +36,7 @@ class Program {
                 cut_queries(batch_, each, tiles_);
                 tiles_each_ = each;
             }
+            ahead_.aim(attention_behind(phase), batch_);
             const AttentionCut cut = cut_attention(a, (int64_t)tiles_.size(), threads_);
             return (cut.pairs + cut.each - 1) / cut.each;
         }
@@ -67,7 +68,7 @@ class Program {
             case kScreenColumns: return run_screen_columns(*(const Screen*)i.record, batch_.rows, task, thread, *screen_);
             case kScreenPick: return run_screen_pick(*(const Screen*)i.record, task, *screen_);
 #endif
-            case kLinear: return run_linear(*(const Linear*)i.record, batch_, threads_, task);
+            case kLinear: return run_linear(*(const Linear*)i.record, batch_, ahead_, threads_, task);
             case kLora: return run_shrink(*(const Lora*)i.record, batch_, task);
             case kEmbedDelta: return by_rows(task, *(const EmbedDelta*)i.record, [this](const EmbedDelta& e, int64_t row) {
                 return run_embed_delta(e, batch_, row);
@@ -84,8 +85,16 @@ class Program {
         for (int64_t t = task * kRowsEach; t < last; t++) row(record, t);
     }
 
+    // The attention of the next layer, or null.
+    const Attention* attention_behind(int64_t phase) const {
+        for (int64_t i = phase + 1; i < count_; i++)
+            if (instructions_[i].op == kAttention) return (const Attention*)instructions_[i].record;
+        return nullptr;
+    }
+
     const Instruction* instructions_;
     int64_t count_;
+    Ahead ahead_;
     const Batch& batch_;
     int threads_;
     std::vector<Scratch> scratch_;

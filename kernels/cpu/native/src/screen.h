@@ -384,7 +384,7 @@ static int64_t pick_column(const Screen& s, const T* x, const ScreenedRow& row, 
                 if (found[t].above[i] > above) above = found[t].above[i], panel = found[t].column[i] / NR;
         // What is no more than the best could still be equal to it.
         if (panel < 0 || above < floor || above < best) break;
-        product<T>(matrix, panel, 1, x, s.x_stride, c);
+        product<T>(matrix, panel, 1, x, s.x_stride, Piece::none(x), c);
         for (int64_t j = 0; j < std::min<int64_t>(NR, s.vocab - panel * NR); j++)
             if (c[j] > best || (c[j] == best && panel * NR + j < column)) best = c[j], column = panel * NR + j;
         for (int t = 0; t < threads; t++)
