@@ -6,10 +6,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
 from kernels.cpu.large_pages import move_into_large_pages
+from kernels.cpu.threads import FEW_ROWS, SMALL, alone
 from kernels.ops import register
 from kernels.reference.linear import Linear
 from kernels.reference.linear import gated_linear as reference_gated_linear
 from kernels.reference.linear import linear as reference_linear
+
+_product = torch.ops.mkldnn._linear_pointwise.default
+#: Rows in place of two in bfloat16, and of one where the weight has some bytes, since oneDNN reads it faster so: 57 MB
+#: in 2.7 ms, against 3.3 for 1 row and 3.9 for 2 (one thread of a Zen 4). A small weight for one row is no faster.
+_WIDE, _WIDE_FROM = 4, 2 * 1024 * 1024
 
 
 def packable(weight: torch.Tensor) -> bool:
@@ -26,11 +32,19 @@ def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     """Contract of the reference. The weight given may be freed afterwards."""
     if not packable(weight):
         return reference_linear(weight, bias)
-    packed = _packed(weight)
-    run = torch.ops.mkldnn._linear_pointwise.default
+    packed, size = _packed(weight), weight.numel() * weight.element_size()
+    widened = () if weight.dtype != torch.bfloat16 else (1, 2) if size > _WIDE_FROM else (2,)
 
     def apply(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
-        y = run(x, packed, bias, "none", [], "")
+        rows = len(x)
+        if rows in widened:
+            x = x.repeat(_WIDE // rows, 1)
+        if rows <= FEW_ROWS and size <= SMALL:
+            y = alone(_product, x, packed, bias, "none", [], "")
+        else:
+            y = _product(x, packed, bias, "none", [], "")
+        if len(x) != rows:
+            y = y.narrow(0, 0, rows)
         return y if delta is None else y.add_(delta)
 
     return apply
@@ -41,18 +55,11 @@ def gated_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Line
     """Contract of the reference: SiLU and product are done where the matrix products leave their results."""
     if not packable(weight):
         return reference_gated_linear(weight, bias)
-    gate_weight, up_weight = weight.chunk(2)
-    gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
-    gate, up = _packed(gate_weight), _packed(up_weight)
-    run = torch.ops.mkldnn._linear_pointwise.default
-    run_binary = torch.ops.mkldnn._linear_pointwise.binary
+    project = linear(weight, bias)
 
     def apply(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
-        if delta is not None:
-            halves = delta.chunk(2, -1)
-            left = run(x, gate, gate_bias, "none", [], "").add_(halves[0])
-            return F.silu(left).mul_(run(x, up, up_bias, "none", [], "").add_(halves[1]))
-        return run_binary(x, run(x, gate, gate_bias, "swish", [], ""), up, up_bias, "mul")
+        gate, up = project(x, delta).chunk(2, -1)
+        return F.silu(gate).mul_(up)
 
     return apply
 

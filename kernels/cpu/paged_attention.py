@@ -12,6 +12,7 @@ import torch
 
 from kernels.attention import AttentionBatch, AttentionGroup
 from kernels.cpu.linear import packable
+from kernels.cpu.threads import FEW_ROWS, SMALL, alone
 from kernels.ops import register
 from kernels.reference.paged_attention import attend_rows
 from kernels.reference.paged_attention import paged_attention as reference
@@ -26,8 +27,11 @@ def paged_attention(
     query: torch.Tensor, cache: torch.Tensor, batch: AttentionBatch, scale: float, **options: Any
 ) -> torch.Tensor:
     """Contract of the reference."""
-    if options or not any(_fits(query, cache, group) for group in batch.groups):
+    if options:
         return reference(query, cache, batch, scale, **options)
+    if not any(_fits(query, cache, group) for group in batch.groups):
+        few = len(query) <= FEW_ROWS and _bytes(cache, batch) <= SMALL
+        return alone(reference, query, cache, batch, scale) if few else reference(query, cache, batch, scale)
     parts: list[torch.Tensor] = []
     first = 0
     for group in batch.groups:
@@ -35,6 +39,11 @@ def paged_attention(
         parts.append(attend(query.narrow(0, first, group.rows), cache, group, scale))
         first += group.rows
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _bytes(cache: torch.Tensor, batch: AttentionBatch) -> int:
+    """Of the blocks of a layer that are gathered."""
+    return sum(len(group.blocks) for group in batch.groups) * cache[0].numel() * cache.element_size()
 
 
 def _fits(query: torch.Tensor, cache: torch.Tensor, group: AttentionGroup) -> bool:
