@@ -52,7 +52,7 @@ def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
 
 @register("gated_linear", "cpu")
 def gated_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """Contract of the reference: SiLU and product are done where the matrix products leave their results."""
+    """Contract of the reference; gate and up are one product, since each costs a call that finds cold caches."""
     if not packable(weight):
         return reference_gated_linear(weight, bias)
     project = linear(weight, bias)
