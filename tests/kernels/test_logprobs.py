@@ -13,7 +13,7 @@ from kernels.ops import implementation
 SIZES = [1, 7, BLOCK, 300, 1000, 5000]
 
 
-@pytest.fixture(params=["cpu", "reference"])
+@pytest.fixture(params=["cpu", "reference", "cpu.native"])
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -80,7 +80,7 @@ def kept_by_filters(logits: list[float], top_k: int, top_p: float, min_p: float)
     return set(kept)
 
 
-@pytest.fixture(params=["cpu", "reference"])
+@pytest.fixture(params=["cpu", "reference", "cpu.native"])
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -146,7 +146,8 @@ def test_filters_keep_what_their_definitions_keep(backend: str, vocab: int, spre
 
 @pytest.mark.parametrize("vocab", [7, 300, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cpu_filters_and_draws_are_those_of_the_reference(vocab: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("backend", ["cpu", "cpu.native"])
+def test_cpu_filters_and_draws_are_those_of_the_reference(vocab: int, dtype: torch.dtype, backend: str) -> None:
     torch.manual_seed(vocab)
     rows = 64
     logits = (torch.randn(rows, vocab) * 3).to(dtype)
@@ -156,7 +157,7 @@ def test_cpu_filters_and_draws_are_those_of_the_reference(vocab: int, dtype: tor
     # With little left out, the two add up the vocabulary in other orders, and may differ by a token without weight.
     top_p = [min(p, 0.999) if p < 1.0 else p for p in top_p]
     uniform = torch.rand(rows, dtype=torch.float64)
-    tokens, limits = draw("cpu", logits, uniform, top_k, top_p, min_p, temperature)
+    tokens, limits = draw(backend, logits, uniform, top_k, top_p, min_p, temperature)
     expected_tokens, expected_limits = draw("reference", logits, uniform, top_k, top_p, min_p, temperature)
     assert torch.equal(limits, expected_limits)
     assert torch.equal(tokens, expected_tokens)

@@ -3,7 +3,7 @@
 Registered for `cpu.native`, which the table takes only where it is asked to, after `load` has succeeded.
 """
 
-from kernels.cpu.native import attention, capture, lora, lora_store, operations, screen
+from kernels.cpu.native import attention, capture, draw, lora, lora_store, operations, screen
 from kernels.cpu.native.library import load, paths, set_affinity, set_threads
 from kernels.cpu.native.operations import layout, unserved
 from kernels.cpu.native.screen import screens
@@ -13,6 +13,7 @@ __all__ = [
     "NativeUnavailableError",
     "attention",
     "capture",
+    "draw",
     "layout",
     "load",
     "lora",

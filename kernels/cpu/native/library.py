@@ -179,6 +179,52 @@ class EmbedDelta(Structure):
     )
 
 
+class Maxima(Structure):
+    """Operation 8."""
+
+    _fields_ = (("values", c_void_p), ("peaks", c_void_p), ("best", c_void_p), ("blocks", c_int64))
+
+
+class Logits(Structure):
+    """What `Draw` and `Scores` read."""
+
+    _fields_ = (("values", c_void_p), ("peaks", c_void_p), ("blocks", c_int64), ("vocab", c_int64))
+
+
+class Draw(Structure):
+    """Operation 9."""
+
+    _fields_ = (
+        ("x", Logits),
+        ("rows", c_void_p),
+        ("temperature", c_void_p),
+        ("top_k", c_void_p),
+        ("top_p", c_void_p),
+        ("min_p", c_void_p),
+        ("uniform", c_void_p),
+        ("seeds", c_void_p),
+        ("choices", c_void_p),
+        ("positions", c_void_p),
+        ("tokens", c_void_p),
+        ("thresholds", c_void_p),
+    )
+
+
+class Scores(Structure):
+    """Operation 10."""
+
+    _fields_ = (
+        ("x", Logits),
+        ("tokens", c_void_p),
+        ("limits", c_void_p),
+        ("above", c_void_p),
+        ("norms", c_void_p),
+        ("largest", c_void_p),
+        ("ids", c_void_p),
+        ("count", c_int64),
+    )
+
+
 class Screen(Structure):
     """`SCREEN_STAGES`, the stages of one operation: their record is the same."""
 
@@ -202,11 +248,14 @@ class Instruction(Structure):
     _fields_ = (("op", c_int64), ("record", c_void_p))
 
 
-Record = Gather | Norm | Linear | Rotary | WriteKv | Attention | Lora | EmbedDelta
+Record = Gather | Norm | Linear | Rotary | WriteKv | Attention | Lora | EmbedDelta | Maxima | Draw | Scores
 
 #: Number of the operation that each kind of record is for.
 OPERATIONS: dict[type[Structure], int] = {
-    kind: number for number, kind in enumerate((Gather, Norm, Linear, Rotary, WriteKv, Attention, Lora, EmbedDelta))
+    kind: number
+    for number, kind in enumerate(
+        (Gather, Norm, Linear, Rotary, WriteKv, Attention, Lora, EmbedDelta, Maxima, Draw, Scores)
+    )
 }
 SCREEN_STAGES = range(len(OPERATIONS), len(OPERATIONS) + 3)
 

@@ -25,7 +25,7 @@ struct Batch {
     const int64_t* lora_active;  // [groups] slots that occur
 };
 
-enum Op : int64_t { kGather, kNorm, kLinear, kRotary, kWriteKv, kAttention, kLora, kEmbedDelta, kScreenRows, kScreenColumns, kScreenPick, kOps };
+enum Op : int64_t { kGather, kNorm, kLinear, kRotary, kWriteKv, kAttention, kLora, kEmbedDelta, kMaxima, kDraw, kScores, kScreenRows, kScreenColumns, kScreenPick, kOps };
 
 enum Form : int64_t { kRows, kPanels, kCompact };  // rows; panels, see `pack`; those of `compact.h`
 
@@ -106,6 +106,42 @@ struct Attention {
     void* out;
     int64_t query_stride, out_stride, block_size, heads, kv_heads, dim, dtype;
     double scale;
+};
+
+struct Maxima {  // of each 64 values of a row, then of these
+    const float* values;  // [rows, blocks * 64], or null: the blocks' maxima are there
+    float* peaks;         // [rows, blocks]
+    float* best;          // [rows]
+    int64_t blocks;
+};
+
+struct Logits {
+    const float* values;  // [rows, blocks * 64], with -inf behind the vocabulary
+    const float* peaks;   // [rows, blocks]
+    int64_t blocks, vocab;
+};
+
+struct Draw {  // tokens of some rows; all arrays are as long as these are many, and the batch has as many rows
+    Logits x;
+    const int64_t* rows;  // of `x`, or null: all
+    const float* temperature;
+    const int64_t* top_k;
+    const double *top_p, *min_p;
+    const double* uniform;  // or null: of the next three
+    const int64_t *seeds, *choices, *positions;
+    int64_t* tokens;
+    float* thresholds;  // the least quotients that are kept
+};
+
+struct Scores {  // what of it is not null
+    Logits x;
+    int64_t* tokens;      // [rows] first greatest
+    const float* limits;  // [rows]
+    int64_t* above;       // [rows] how many are greater than the limit
+    double* norms;        // [rows] log of the sum of e^x
+    float* largest;       // [rows, count], descending
+    int64_t* ids;         // [rows, count]
+    int64_t count;
 };
 
 struct Screen {  // out[t] = the first greatest column of x[t] @ weight.T, -1 where that takes them all; in three stages

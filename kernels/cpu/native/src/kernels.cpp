@@ -1,6 +1,7 @@
 // The library: programs of operations, run by a pool of threads. Called through ctypes; see `abi.h`.
 #include "abi.h"
 #include "cache.h"
+#include "draw.h"
 #include "elementwise.h"
 #include "gemm.h"
 #include "lora.h"
@@ -49,6 +50,7 @@ class Program {
             return batch_.rows;
         }
 #endif
+        if (i.op == kMaxima || i.op == kDraw || i.op == kScores) return batch_.rows;
         if (i.op == kLora) return shrink_tasks(*(const Lora*)i.record, batch_);
         return (batch_.rows + kRowsEach - 1) / kRowsEach;
     }
@@ -73,6 +75,9 @@ class Program {
             case kEmbedDelta: return by_rows(task, *(const EmbedDelta*)i.record, [this](const EmbedDelta& e, int64_t row) {
                 return run_embed_delta(e, batch_, row);
             });
+            case kMaxima: return run_maxima(*(const Maxima*)i.record, task);
+            case kDraw: return run_draw(*(const Draw*)i.record, task);
+            case kScores: return run_scores(*(const Scores*)i.record, task);
             case kAttention: return run_attention(*(const Attention*)i.record, batch_, tiles_, threads_, task,
                                                   scratch_[thread]);
         }

@@ -29,7 +29,7 @@ std::unique_ptr<T[]> filled(size_t size) {
 }
 
 void expect(double found, double wanted, double tolerance, const char* what, long a, long b, long c) {
-    if (std::fabs(found - wanted) <= tolerance) return;
+    if (found == wanted || std::fabs(found - wanted) <= tolerance) return;
     std::printf("%s of %ld, %ld, %ld: %g, not %g\n", what, a, b, c, found, wanted);
     wrong++;
 }
@@ -352,6 +352,8 @@ void check_attention(std::vector<std::pair<int64_t, int64_t>> sequences, int64_t
             }
 }
 
+#include "selftest_draw.h"
+
 template <class T>
 void check_all() {
     for (int64_t rows : {0, 1, 5, 12, 13, 37})
@@ -397,6 +399,7 @@ int main() {
         ropeway_set_threads(threads, 10);
         check_all<float>();
         check_all<bf16>();
+        check_sampling();
     }
     pool.reset();
     return wrong > 100 ? 100 : wrong;
