@@ -15,6 +15,7 @@ from engine.request import LogprobEntry
 from engine.sequence import Sequence
 from kernels.blocked import BlockedLogits
 from kernels.ops import Ops
+from kernels.reference.sampling import DrawnRows
 from shared.errors import InvalidRequestError, RopewayError
 
 #: A temperature that makes the best logit larger than this is greedy; half, since it is rounded to a float32 itself.
@@ -43,6 +44,8 @@ class Sampler:
         self._ops = ops
         self._encode = lru_cache(maxsize=1024)(encode)
         self._edits: BatchEdits | None = None
+        # Kept from step to step: large memory would go back to the system and be taken anew.
+        self._room: BlockedLogits | None = None
 
     def sample(self, logits: torch.Tensor | BlockedLogits, sequences: list[Sequence]) -> list[Sampled]:
         """The next token of each sequence.
@@ -70,8 +73,8 @@ class Sampler:
         ]
 
     def rest(self) -> None:
-        """No row of a step needs any logits: let go of what belongs to sequences of the last one."""
-        self._edits = None
+        """No row of a step is edited: let go of what belongs to sequences of the last one."""
+        self._edits = self._room = None
 
     def _choose(
         self,
@@ -88,28 +91,36 @@ class Sampler:
             drawn = [row for row, s in enumerate(sequences) if row not in errors and not s.params.greedy]
             rows = sorted({*edited, *drawn})
             x = self._edit(raw, rows, edited, sequences)
-            for row, token, maximum in zip(rows, self._ops.argmax(x).tolist(), x.best.tolist(), strict=True):
-                tokens[row], maxima[row] = token, maximum
+            for row, maximum in zip(rows, x.best.tolist(), strict=True):
+                maxima[row] = maximum
                 if maximum == float("-inf"):
                     errors[row] = InvalidRequestError("the request's options leave no token to choose")
                 elif not math.isfinite(maximum):
                     errors[row] = InvalidRequestError("the request's options make logits that are not finite")
         else:
-            self._edits = None
+            self.rest()
         places = [place for place, row in enumerate(rows) if row not in errors and _draws(sequences[row], maxima[row])]
+        if edited and len(places) < len(rows):
+            for row, token in zip(rows, self._ops.argmax(x).tolist(), strict=True):
+                tokens[row] = token
         if places:
             drawn = [rows[place] for place in places]
-            for row, token in zip(drawn, self._draw(x.select(places), [sequences[row] for row in drawn]), strict=True):
+            for row, token in zip(drawn, self._draw(x, places, [sequences[row] for row in drawn]), strict=True):
                 tokens[row] = token
 
     def _edit(self, raw: BlockedLogits, rows: list[int], edited: list[int], sequences: list[Sequence]) -> BlockedLogits:
         """Some rows' logits, of which some are edited."""
         place = {row: place for place, row in enumerate(rows)}
-        values = raw.values.index_select(0, torch.tensor(rows, device=raw.values.device))
-        self._edits_of([sequences[row] for row in edited], [place[row] for row in edited], values).apply(
-            self._ops, values
-        )
-        return BlockedLogits.of_padded(values, raw.vocab)
+
+        def edit(values: torch.Tensor) -> None:
+            edits = self._edits_of([sequences[row] for row in edited], [place[row] for row in edited], values)
+            edits.apply(self._ops, values)
+
+        room = self._room
+        if room is None or len(room.values) != len(rows):
+            room = self._room = BlockedLogits.empty(len(rows), raw.vocab, raw.values.device)
+        self._ops.edit_logits(raw, rows, room, edit)
+        return room
 
     def _edits_of(self, sequences: list[Sequence], rows: list[int], values: torch.Tensor) -> BatchEdits:
         """The edits of these sequences, which are those of the last step as long as nobody comes or goes."""
@@ -121,25 +132,21 @@ class Sampler:
             edits = self._edits = BatchEdits(each, rows, width, device)
         return edits
 
-    def _draw(self, x: BlockedLogits, sequences: list[Sequence]) -> list[int]:
-        """A token of each row."""
+    def _draw(self, x: BlockedLogits, rows: list[int], sequences: list[Sequence]) -> list[int]:
+        """Tokens of some rows, one per sequence."""
         params = [sequence.params for sequence in sequences]
-        uniform = self._ops.uniforms(
-            [s.seed for s in sequences],
-            [s.index for s in sequences],
-            [s.output_len for s in sequences],
-            x.values.device,
-        )
-        temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32)
-        tokens, _ = self._ops.draw(
-            x,
-            temperature.to(x.values.device),
+        drawn = DrawnRows(
+            rows,
+            [p.temperature for p in params],
             [p.top_k for p in params],
             [p.top_p for p in params],
             [p.min_p for p in params],
-            uniform,
+            [s.seed for s in sequences],
+            [s.index for s in sequences],
+            [s.output_len for s in sequences],
         )
-        return tokens.tolist()
+        tokens: list[int] = self._ops.draw_rows(x, drawn)
+        return tokens
 
     def _logprobs(
         self,

@@ -45,6 +45,16 @@ class BlockedLogits:
         peaks = values.view(len(values), -1, BLOCK).amax(-1)
         return cls(values, peaks, peaks.amax(-1), vocab)
 
+    @classmethod
+    def empty(cls, rows: int, vocab: int, device: torch.device | None = None) -> BlockedLogits:
+        """Memory for so many rows, to be filled in."""
+        blocks = -(-vocab // BLOCK)
+        values, peaks, best = (
+            torch.empty(shape, dtype=torch.float32, device=device)
+            for shape in ((rows, blocks * BLOCK), (rows, blocks), rows)
+        )
+        return cls(values, peaks, best, vocab)
+
     @property
     def blocks(self) -> torch.Tensor:
         """[rows, blocks, BLOCK]: the same memory as `values`."""

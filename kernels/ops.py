@@ -37,6 +37,8 @@ class Ops:
     count_above: Callable[..., Any]
     draw: Callable[..., Any]
     draw_packed: Callable[..., Any]
+    draw_rows: Callable[..., Any]
+    edit_logits: Callable[..., Any]
     embed: Callable[..., Any]
     embed_delta: Callable[..., Any]
     gated_linear: Callable[..., Any]

@@ -13,7 +13,7 @@ from kernels.blocked import BLOCK, BlockedLogits
 from kernels.cpu.logprobs import argmax
 from kernels.cpu.tempered import OFF, Doubles, Floats, Ints, Tempered
 from kernels.ops import register
-from kernels.reference.sampling import search
+from kernels.reference.sampling import draw_rows_with, search, uniforms_on
 
 #: Blocks whose tokens top-p looks at first.
 _PROBED = 64
@@ -56,6 +56,9 @@ def draw(
     if len(rows):
         token[rows] = _draw_any(tempered.pick(rows), _pick(uniform, rows))
     return torch.from_numpy(token), torch.from_numpy(threshold)
+
+
+register("draw_rows", "cpu")(draw_rows_with(uniforms_on, draw))
 
 
 def _draw_any(tempered: Tempered, uniform: torch.Tensor) -> Ints:

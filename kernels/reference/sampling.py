@@ -8,7 +8,8 @@ rows nor the number of rows change: within a block first, then block by block.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,15 @@ def uniforms_packed(numbers: torch.Tensor) -> torch.Tensor:
     return bits.double() * 2.0**-53
 
 
+@register("edit_logits", "reference")
+def edit_logits(x: BlockedLogits, rows: list[int], out: BlockedLogits, edit: Callable[[torch.Tensor], None]) -> None:
+    """Some rows, at least one, copied to `out`, which has as many, and changed there: `edit` takes [rows, width]."""
+    torch.index_select(x.values, 0, torch.tensor(rows, device=x.values.device), out=out.values)
+    edit(out.values)
+    torch.amax(out.blocks, -1, out=out.peaks)
+    torch.amax(out.peaks, -1, out=out.best)
+
+
 @register("apply_penalties", "reference")
 def apply_penalties(
     logits: torch.Tensor,
@@ -160,6 +170,52 @@ def draw(
     """
     filters = torch.from_numpy(pack_filters(top_k, top_p, min_p, x.vocab)).to(x.values.device)
     return draw_packed(x, temperature, filters, uniform)
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnRows:
+    """Rows of logits that are drawn, in plain numbers, one of each per row.
+
+    Attributes:
+        rows: which they are, ascending.
+        temperature, top_k, top_p, min_p: as `draw` takes them.
+        seeds, choices, positions: what the random numbers are functions of, see `uniforms`.
+    """
+
+    rows: list[int]
+    temperature: list[float]
+    top_k: list[int]
+    top_p: list[float]
+    min_p: list[float]
+    seeds: list[int]
+    choices: list[int]
+    positions: list[int]
+
+
+DrawRows = Callable[[BlockedLogits, DrawnRows], list[int]]
+
+
+def draw_rows_with(uniforms: Callable[..., torch.Tensor], draw: Callable[..., Any]) -> DrawRows:
+    """`draw_rows` made of a backend's `uniforms` and `draw`."""
+
+    def draw_rows(x: BlockedLogits, drawn: DrawnRows) -> list[int]:
+        """The tokens of some rows: `draw` with `uniforms`.
+
+        Args:
+            x: as `draw` takes it, but that other rows may hold anything.
+            drawn: at least one row.
+        """
+        device = x.values.device
+        uniform = uniforms(drawn.seeds, drawn.choices, drawn.positions, device)
+        temperature = torch.tensor(drawn.temperature, dtype=torch.float32).to(device)
+        tokens, _ = draw(x.select(drawn.rows), temperature, drawn.top_k, drawn.top_p, drawn.min_p, uniform)
+        found: list[int] = tokens.tolist()
+        return found
+
+    return draw_rows
+
+
+register("draw_rows", "reference")(draw_rows_with(uniforms_on, draw))
 
 
 def pack_filters(

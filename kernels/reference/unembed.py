@@ -15,7 +15,7 @@ class Unembed(Protocol):
     """A prepared output matrix."""
 
     def __call__(self, hidden: torch.Tensor, delta: torch.Tensor | None = None) -> BlockedLogits:
-        """[rows, hidden] -> logits of [rows, vocab]."""
+        """[rows, hidden] -> logits of [rows, vocab]; they may lie where those of the last call with this tensor lay."""
 
 
 @register("unembed", "reference")

@@ -13,9 +13,10 @@ import triton.language as tl
 
 from kernels.blocked import BLOCK, BlockedLogits
 from kernels.ops import register
-from kernels.reference.sampling import pack_filters
+from kernels.reference.sampling import draw_rows_with, pack_filters
 from kernels.transfer import to_device
 from kernels.triton.launch import check, check_tensor, power_of_2
+from kernels.triton.philox import uniforms
 
 #: Logits that a program looks at together.
 _TOGETHER = 2048
@@ -246,6 +247,9 @@ def draw(
     check("draw", len(top_k) == len(top_p) == len(min_p) == rows, f"filters of other than {rows} rows")
     filters = to_device(pack_filters(top_k, top_p, min_p, x.vocab), x.values.device)
     return draw_packed(x, temperature, filters, uniform)
+
+
+register("draw_rows", "triton")(draw_rows_with(uniforms, draw))
 
 
 @register("draw_packed", "triton")

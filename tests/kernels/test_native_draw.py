@@ -11,7 +11,7 @@ import torch
 
 from kernels.blocked import BlockedLogits
 from kernels.cpu import native
-from kernels.ops import NATIVE, implementation
+from kernels.ops import NATIVE, implementation, ops_for
 from tests.support.native import load_native
 
 VOCABS = [1, 2, 63, 64, 65, 127, 1000, 1024, 5000]
@@ -137,3 +137,18 @@ def test_what_is_not_finite_ends_in_some_token_and_leaves_others_alone() -> None
     assert bool(((tokens >= 0) & (tokens < 500)).all())
     assert limits[:3].isnan().all()
     assert tokens[3] == alone[0]
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9])
+def test_logits_of_the_same_tensor_are_those_of_what_it_holds(rows: int) -> None:
+    load_native()
+    torch.manual_seed(2)
+    ops, weight = ops_for("cpu", native=True), torch.randn(200, 30)
+    head, hidden = ops.unembed(weight), torch.empty(rows, 30)
+    for _ in range(3):
+        hidden.normal_()
+        found, fresh = head(hidden), ops.unembed(weight)(hidden.clone())
+        assert torch.equal(found.values, fresh.values)
+        assert torch.equal(found.peaks, fresh.values.view(rows, -1, 64).amax(-1))
+        assert torch.equal(found.best, fresh.values.amax(-1))
+        assert torch.equal(head(hidden[:1]).values, fresh.values[:1])

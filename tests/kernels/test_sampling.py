@@ -11,7 +11,7 @@ import torch
 
 from kernels.blocked import BLOCK, BlockedLogits
 from kernels.ops import implementation, ops_for
-from kernels.reference.sampling import philox4x32, uniforms
+from kernels.reference.sampling import DrawnRows, philox4x32, uniforms
 
 # kat_vectors of the Random123 distribution.
 VECTORS = [
@@ -263,3 +263,45 @@ def test_penalties_are_those_of_their_definitions() -> None:
         logits, index, counts, torch.full((4,), 0.5), torch.full((4,), 0.25), torch.full((4,), 2.0)
     )
     assert logits.tolist() == [[1.0, -4.0 - 0.25 - 0.5, 0.5 - 0.75 - 0.5, 0.5], [1.0, 1.0, 1.0, -0.25]]
+
+
+def test_rows_are_drawn_from_plain_numbers_as_from_tensors(backend: str) -> None:
+    torch.manual_seed(6)
+    x = BlockedLogits.of(torch.randn(20, 700) * 3)
+    x.values[4], x.peaks[4], x.best[4] = math.nan, math.nan, math.nan  # a row that nobody draws
+    rows = [0, 1, 3, 7, 8, 9, 10, 12, 15, 19]
+    seeds = [-(2**63), 2**63 - 1, -1, 0, 5, 6, 7, 8, 9, 10]
+    choices, positions = list(range(10)), [1000 * row for row in rows]
+    heat, filters = [0.3 + 0.1 * row for row in rows], mixed_filters(10, 700, seed=1)
+    rows_kernel, uniform_kernel = implementation("draw_rows", backend), implementation("uniforms", "reference")
+    assert rows_kernel is not None
+    assert uniform_kernel is not None
+    found = rows_kernel(x, DrawnRows(rows, heat, *filters, seeds, choices, positions))
+    uniform = uniform_kernel(seeds, choices, positions, torch.device("cpu"))
+    expected, _ = draw(backend, x.values[rows, :700], uniform, *filters, torch.tensor(heat))
+    assert found == expected.tolist()
+
+
+def test_edited_rows_are_copies_with_maxima_of_their_own(backend: str) -> None:
+    torch.manual_seed(7)
+    raw = torch.randn(12, 330)
+    x, kernel = (
+        BlockedLogits.of(raw),
+        implementation("edit_logits", backend) or implementation("edit_logits", "reference"),
+    )
+    assert kernel is not None
+    rows = [1, 2, 5, 11]
+    out = BlockedLogits.empty(len(rows), 330)
+    kernel(x, rows, out, lambda values: values[:, 70:80].fill_(9.0))
+    expected = raw[rows]
+    expected[:, 70:80] = 9.0
+    for found, wanted in zip((out.values, out.peaks, out.best), _parts(BlockedLogits.of(expected)), strict=True):
+        assert torch.equal(found, wanted)
+    assert torch.equal(x.values[:, :330], raw)
+    kernel(x, rows, out, lambda values: values[2, 329].fill_(math.nan))
+    assert out.best.isnan().tolist() == [False, False, True, False]
+    assert out.peaks.isnan().sum() == 1
+
+
+def _parts(x: BlockedLogits) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return x.values, x.peaks, x.best

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Iterator
+from ctypes import addressof, c_float, c_int64
+from typing import Any
 
 import torch
 
@@ -10,6 +13,9 @@ from kernels.blocked import BlockedLogits
 from kernels.cpu.native import library as native
 from kernels.cpu.native.program import issue
 from kernels.ops import register
+from kernels.reference.sampling import DrawnRows
+
+_SEED = 0xFFFFFFFFFFFFFFFF
 
 
 def logits_of(x: BlockedLogits) -> native.Logits:
@@ -42,6 +48,42 @@ def draw(
     )
     issue(record, rows, x.values, x.peaks, heat, points, tokens, thresholds)
     return tokens, thresholds
+
+
+@register("draw_rows", "cpu.native")
+def draw_rows(x: BlockedLogits, drawn: DrawnRows) -> list[int]:
+    """Contract of the reference. Nothing is asked of torch but where the logits are: see `docs/kernels.md`."""
+    rows = len(drawn.rows)
+    tokens, thresholds = (c_int64 * rows)(), (c_float * rows)()
+    heat = array("f", drawn.temperature)
+    whole = array("q", drawn.rows + drawn.top_k + drawn.choices + drawn.positions)
+    shares = array("d", drawn.top_p + drawn.min_p)
+    seeds = array("Q", [seed & _SEED for seed in drawn.seeds])
+    numbers, top_k, choices, positions = _parts(whole, rows)
+    top_p, min_p = _parts(shares, rows)
+    record = native.Draw(
+        logits_of(x),
+        numbers,
+        heat.buffer_info()[0],
+        top_k,
+        top_p,
+        min_p,
+        None,
+        seeds.buffer_info()[0],
+        choices,
+        positions,
+        addressof(tokens),
+        addressof(thresholds),
+    )
+    issue(record, rows)
+    return tokens[:]
+
+
+def _parts(numbers: array[Any], size: int) -> Iterator[int]:
+    """Where each of several runs of so many numbers begins."""
+    address, count = numbers.buffer_info()
+    step = size * numbers.itemsize
+    return (address + part * step for part in range(count // size))
 
 
 @register("argmax", "cpu.native")
@@ -80,7 +122,17 @@ def count_above(x: BlockedLogits, limit: torch.Tensor) -> torch.Tensor:
     return above
 
 
-def maxima(values: torch.Tensor | None, peaks: torch.Tensor, best: torch.Tensor) -> None:
+@register("edit_logits", "cpu.native")
+def edit_logits(x: BlockedLogits, rows: list[int], out: BlockedLogits, edit: Callable[[torch.Tensor], None]) -> None:
+    """Contract of the reference."""
+    numbers, width, dtype = array("q", rows), x.values.shape[1], native.DTYPES[torch.float32]
+    source, target = x.values.data_ptr(), out.values.data_ptr()
+    issue(native.Gather(source, numbers.buffer_info()[0], target, width, dtype, dtype, 0), len(rows))
+    edit(out.values)
+    fill_maxima(out.values, out.peaks, out.best)
+
+
+def fill_maxima(values: torch.Tensor | None, peaks: torch.Tensor, best: torch.Tensor) -> None:
     """Fill in the maxima of [rows, width] values' blocks, unless they are there, and of the rows."""
     record = native.Maxima(
         None if values is None else values.data_ptr(), peaks.data_ptr(), best.data_ptr(), peaks.shape[1]

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kernels.blocked import BLOCK, BlockedLogits
+from kernels.blocked import BlockedLogits
 from kernels.cpu.native import library as native
+from kernels.cpu.native.draw import fill_maxima
 from kernels.cpu.native.library import COMPACT, DTYPES, GATED, LOGITS, PANELS, PLAIN, ROWS
 from kernels.cpu.native.lora import LowRank
-from kernels.cpu.native.program import empty, issue
+from kernels.cpu.native.program import empty, issue, recorder, recording
 from kernels.ops import register
 from kernels.packed import Packed, Weight
 from kernels.reference.linear import Linear
@@ -24,6 +25,9 @@ _SLAB_BYTES = 32 * 1024 * 1024
 #: The allocation that is being filled, and how far it is.
 _slabs: list[tuple[int, torch.Tensor]] = []
 _slabs_lock = threading.Lock()
+
+#: Rows whose logits keep their memory: what it takes to call the library counts in the step of a single stream.
+_FEW_ROWS = 8
 
 #: Head sizes that attention serves: even, since rotary pairs are; and bounded by what a thread keeps in its cache.
 MOST_HEAD_DIM = 512
@@ -107,19 +111,45 @@ def gated_linear(weight: Weight, bias: torch.Tensor | None = None) -> Linear:
     return apply
 
 
-@dataclass(frozen=True, slots=True)
 class Head:
     """A packed output matrix; float32 as summed, and the blocks' maxima are found on the way."""
 
-    panels: Panels
+    def __init__(self, panels: Panels) -> None:
+        self.panels = panels
+        self._last: _FewLogits | None = None
 
     def __call__(self, hidden: torch.Tensor, delta: LowRank | None = None) -> BlockedLogits:
-        vocab = self.panels.packed.rows
-        blocks = -(-vocab // BLOCK)
-        values = empty(len(hidden), blocks * BLOCK, torch.float32)
-        peaks = empty(len(hidden), blocks, torch.float32)
-        _project(hidden, self.panels, None, values, LOGITS, vocab, peaks, delta)
-        return BlockedLogits(values, peaks, peaks.amax(-1), vocab)
+        last = self._last
+        if last is not None and last.hidden is hidden and delta is None:
+            return last.compute()
+        if delta is None and len(hidden) <= _FEW_ROWS and hidden.stride(-1) == 1 and recorder() is None:
+            last = self._last = _FewLogits(self, hidden)
+            return last.compute()
+        logits = BlockedLogits.empty(len(hidden), self.panels.packed.rows)
+        self.fill(logits, hidden, delta)
+        return logits
+
+    def fill(self, logits: BlockedLogits, hidden: torch.Tensor, delta: LowRank | None) -> None:
+        """Compute them, or record that."""
+        _project(hidden, self.panels, None, logits.values, LOGITS, logits.vocab, logits.peaks, delta)
+        fill_maxima(None, logits.peaks, logits.best)
+
+
+class _FewLogits:
+    """Logits of a tensor's rows, recorded: they stay where they are while the rows are in the same tensor, as those of
+    decodes are."""
+
+    def __init__(self, head: Head, hidden: torch.Tensor) -> None:
+        rows = len(hidden)
+        self.hidden = hidden
+        self._logits, self._batch = BlockedLogits.empty(rows, head.panels.packed.rows), native.Batch(rows=rows)
+        with recording(rows) as taken:
+            head.fill(self._logits, hidden, None)
+        self._program = taken.program()
+
+    def compute(self) -> BlockedLogits:
+        self._program.run(self._batch)
+        return self._logits
 
 
 @register("unembed", "cpu.native")

@@ -23,8 +23,8 @@ from worker.engines import build_engine as build_worker_engine
 
 #: What there are kernels for.
 KERNELS = {
-    "apply_penalties", "draw", "draw_packed", "embed", "embed_delta", "gated_linear", "gelu_and_mul", "lora_delta",
-    "paged_attention", "rms_norm", "rotary", "silu_and_mul", "uniforms", "uniforms_packed", "write_kv",
+    "apply_penalties", "draw", "draw_packed", "draw_rows", "embed", "embed_delta", "gated_linear", "gelu_and_mul",
+    "lora_delta", "paged_attention", "rms_norm", "rotary", "silu_and_mul", "uniforms", "uniforms_packed", "write_kv",
 }  # fmt: skip
 
 
