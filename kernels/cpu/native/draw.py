@@ -125,9 +125,10 @@ def count_above(x: BlockedLogits, limit: torch.Tensor) -> torch.Tensor:
 @register("edit_logits", "cpu.native")
 def edit_logits(x: BlockedLogits, rows: list[int], out: BlockedLogits, edit: Callable[[torch.Tensor], None]) -> None:
     """Contract of the reference."""
-    numbers, width, dtype = array("q", rows), x.values.shape[1], native.DTYPES[torch.float32]
+    numbers, (entries, width), dtype = array("q", rows), x.values.shape, native.DTYPES[torch.float32]
     source, target = x.values.data_ptr(), out.values.data_ptr()
-    issue(native.Gather(source, numbers.buffer_info()[0], target, width, dtype, dtype, 0), len(rows))
+    ids = numbers.buffer_info()[0]
+    issue(native.Gather(source, ids, target, entries, width, dtype, dtype, native.ROWS), len(rows))
     edit(out.values)
     fill_maxima(out.values, out.peaks, out.best)
 
