@@ -110,16 +110,14 @@ class Sampler:
 
     def _edit(self, raw: BlockedLogits, rows: list[int], edited: list[int], sequences: list[Sequence]) -> BlockedLogits:
         """Some rows' logits, of which some are edited."""
-        place = {row: place for place, row in enumerate(rows)}
-
-        def edit(values: torch.Tensor) -> None:
-            edits = self._edits_of([sequences[row] for row in edited], [place[row] for row in edited], values)
-            edits.apply(self._ops, values)
-
         room = self._room
         if room is None or len(room.values) != len(rows):
             room = self._room = BlockedLogits.empty(len(rows), raw.vocab, raw.values.device)
-        self._ops.edit_logits(raw, rows, room, edit)
+        self._ops.take_rows(raw, rows, room)
+        place = {row: place for place, row in enumerate(rows)}
+        edits = self._edits_of([sequences[row] for row in edited], [place[row] for row in edited], room.values)
+        edits.apply(self._ops, room.values)
+        self._ops.find_maxima(room)
         return room
 
     def _edits_of(self, sequences: list[Sequence], rows: list[int], values: torch.Tensor) -> BatchEdits:

@@ -107,13 +107,17 @@ def uniforms_packed(numbers: torch.Tensor) -> torch.Tensor:
     return bits.double() * 2.0**-53
 
 
-@register("edit_logits", "reference")
-def edit_logits(x: BlockedLogits, rows: list[int], out: BlockedLogits, edit: Callable[[torch.Tensor], None]) -> None:
-    """Some rows, at least one, copied to `out`, which has as many, and changed there: `edit` takes [rows, width]."""
+@register("take_rows", "reference")
+def take_rows(x: BlockedLogits, rows: list[int], out: BlockedLogits) -> None:
+    """The values of some rows, at least one, copied to `out`, which has as many; without their maxima."""
     torch.index_select(x.values, 0, torch.tensor(rows, device=x.values.device), out=out.values)
-    edit(out.values)
-    torch.amax(out.blocks, -1, out=out.peaks)
-    torch.amax(out.peaks, -1, out=out.best)
+
+
+@register("find_maxima", "reference")
+def find_maxima(x: BlockedLogits) -> None:
+    """Fill in the maxima of blocks and rows, whose values have changed."""
+    torch.amax(x.blocks, -1, out=x.peaks)
+    torch.amax(x.peaks, -1, out=x.best)
 
 
 @register("apply_penalties", "reference")

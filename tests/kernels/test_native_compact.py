@@ -75,9 +75,9 @@ def test_it_takes_less_than_four_fifths(ops: Ops) -> None:
 
 @pytest.mark.parametrize("places", [[0], [3], [4, 5], [8, 12, 16], [572], [575], [0, 288, 575]])
 def test_rare_weights_lie_whole(ops: Ops, places: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.randn(96, 576).bfloat16()
-    for place, value in zip(places, (1e-30, -3e38, 1e-20, 1e30), strict=False):
-        weight[place % 96, place] = value
+    weight = (torch.rand(96, 576) + 0.5).bfloat16()
+    for place in places:
+        weight[:, place] = 10.0 ** torch.linspace(-30, 30, 96)
     assert is_compact(ops, weight)
     same(ops, weight, 3, monkeypatch)
 
@@ -85,10 +85,12 @@ def test_rare_weights_lie_whole(ops: Ops, places: list[int], monkeypatch: pytest
 @pytest.mark.parametrize("value", [0.0, -0.0, float("inf"), float("nan"), 1e-40])
 def test_zeros_and_what_is_no_number(ops: Ops, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A single one, then so many that it is among the common ones."""
-    weight = torch.randn(64, 128).bfloat16()
+    weight = (torch.rand(64, 128) + 0.5).bfloat16()
     weight[17, 99] = value
+    assert is_compact(ops, weight)
     same(ops, weight, 2, monkeypatch)
     weight[torch.rand(64, 128) < 0.5] = value
+    assert is_compact(ops, weight)
     same(ops, weight, 2, monkeypatch)
 
 
@@ -111,3 +113,21 @@ def test_sizes_that_are_not_compacted(ops: Ops, size: tuple[int, int], monkeypat
 def test_float32_is_not(ops: Ops) -> None:
     weight = torch.randn(64, 128)
     assert len(ops.pack(weight).data) == weight.numel() * 4
+
+
+@pytest.mark.parametrize(
+    ("place", "value"), [(16, 1), (20, -1), (20, 2**31 - 1), (20, 2), (-1, 5), (-1, 2**31 - 1), (-1, -1)]
+)
+def test_what_was_kept_and_is_harmed_is_told_apart(ops: Ops, place: int, value: int) -> None:
+    """Numbers of blocks in the pool, in a panel's header and behind the panels, where the pool's own begin."""
+    weight = (torch.rand(64, 128) + 0.5).bfloat16()
+    weight[:32, 40] = 10.0 ** torch.linspace(-30, 30, 32)
+    packed = ops.pack(weight)
+    numbers = packed.data.view(torch.int32)
+    panel = (64 + 128 // 4 * 192) // 4
+    assert numbers[16 // 4 : 24 // 4].tolist() == [0, 1] and numbers[2 * panel].item() == 10
+    numbers[2 * panel if place < 0 else place // 4] = value if value != 5 or place >= 0 else 128 // 4
+    with pytest.raises(ValueError, match="is not what was packed"):
+        ops.linear(packed)
+    numbers.zero_()
+    ops.linear(packed)(torch.randn(2, 128).bfloat16())

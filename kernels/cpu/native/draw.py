@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from ctypes import addressof, c_float, c_int64
 from typing import Any
 
@@ -122,15 +122,19 @@ def count_above(x: BlockedLogits, limit: torch.Tensor) -> torch.Tensor:
     return above
 
 
-@register("edit_logits", "cpu.native")
-def edit_logits(x: BlockedLogits, rows: list[int], out: BlockedLogits, edit: Callable[[torch.Tensor], None]) -> None:
+@register("take_rows", "cpu.native")
+def take_rows(x: BlockedLogits, rows: list[int], out: BlockedLogits) -> None:
     """Contract of the reference."""
     numbers, (entries, width), dtype = array("q", rows), x.values.shape, native.DTYPES[torch.float32]
     source, target = x.values.data_ptr(), out.values.data_ptr()
     ids = numbers.buffer_info()[0]
     issue(native.Gather(source, ids, target, entries, width, dtype, dtype, native.ROWS), len(rows))
-    edit(out.values)
-    fill_maxima(out.values, out.peaks, out.best)
+
+
+@register("find_maxima", "cpu.native")
+def find_maxima(x: BlockedLogits) -> None:
+    """Contract of the reference."""
+    fill_maxima(x.values, x.peaks, x.best)
 
 
 def fill_maxima(values: torch.Tensor | None, peaks: torch.Tensor, best: torch.Tensor) -> None:

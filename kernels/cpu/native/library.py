@@ -310,6 +310,7 @@ def _declare(opened: ctypes.CDLL) -> None:
         "ropeway_packed_bytes": (c_int64, [c_int64, c_int64, c_int64, c_int64]),
         "ropeway_compact_bytes": (c_int64, [c_int64, c_int64, c_int64, c_int64]),
         "ropeway_compact": (c_int64, [c_void_p, c_int64, c_int64, c_int64, c_void_p]),
+        "ropeway_compact_fits": (c_int64, [c_void_p, c_int64, c_int64, c_int64]),
         "ropeway_panel_columns": (c_int64, []),
         "ropeway_pack": (None, [c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p]),
         "ropeway_screen_sizes": (None, [c_int64, c_int64, POINTER(c_int64), POINTER(c_int64)]),

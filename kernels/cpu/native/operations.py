@@ -241,7 +241,7 @@ def _panels(weight: Weight, *, gated: bool) -> Panels:
     """The panels of a weight, whoever has packed it.
 
     Raises:
-        ValueError: it was packed for another layer or another library.
+        ValueError: it was packed for another layer or another library, or is harmed.
     """
     if not isinstance(weight, Packed):
         weight = pack(weight, gated)
@@ -249,7 +249,10 @@ def _panels(weight: Weight, *, gated: bool) -> Panels:
     if len(weight.data) not in (size, less or size):
         wanted = f"{size} or {less}" if less else str(size)
         raise ValueError(f"a packed weight of {weight.shape} has {len(weight.data)} bytes, not {wanted}")
-    return Panels(weight, compact=len(weight.data) != size)
+    compact = len(weight.data) != size
+    if compact and not native.library().ropeway_compact_fits(weight.data.data_ptr(), *weight.shape, gated):
+        raise ValueError(f"a packed weight of {weight.shape} is not what was packed")
+    return Panels(weight, compact)
 
 
 def allocate(size: int) -> torch.Tensor:

@@ -9,7 +9,6 @@
 #include "vec.h"
 
 #include <algorithm>
-#include <memory>
 
 constexpr int64_t kBlockInputs = 4;                       // inputs of a block, all columns of its panel
 constexpr int64_t kBlockBytes = NR * kBlockInputs * 2;    // in a plain panel
@@ -79,7 +78,7 @@ static inline bool compact_block(const uint16_t* block, const uint8_t* code, con
     return all < 16;
 }
 
-// From plain panels; false where too many blocks have rare exponents.
+// From plain panels; false where too many blocks have rare upper bytes.
 static inline bool compact_panels(const uint16_t* panels, const CompactSizes& sizes, char* out) {
     uint8_t place[64], code[256];
     for (int i = 0; i < 64; i++) place[i] = (uint8_t)compact_place(i);
@@ -120,6 +119,20 @@ struct CompactPanel {
     const char* whole;
     int64_t blocks;
 };
+
+// Whether these are compact panels: what they point to lies in the matrix, and no block is in the pool twice.
+static inline bool compact_fits(const void* matrix, const CompactSizes& sizes) {
+    int64_t pooled = 0;
+    for (int64_t p = 0; p < sizes.panels; p++) {
+        const CompactHeader& header = *(const CompactHeader*)((const char*)matrix + p * sizes.panel());
+        if (header.first != pooled || header.count < 0 || header.count > sizes.pool() - pooled) return false;
+        const CompactPanel panel(matrix, sizes, p);
+        for (int64_t i = 0, least = 0; i < header.count; least = panel.places[i++] + 1)
+            if (panel.places[i] < least || panel.places[i] >= sizes.blocks) return false;
+        pooled += header.count;
+    }
+    return true;
+}
 
 // A panel as it was, [blocks][2][NR][2].
 static inline void expand_panel(const CompactPanel& panel, bf16* out) {

@@ -187,13 +187,24 @@ void ropeway_pack(const void* weight, int64_t out, int64_t in, int64_t dtype, in
         pack_panels<float>((const float*)weight, out, in, gated != 0, (float*)packed);
 }
 
-// From packed panels; 0 if too many blocks have rare exponents.
+// From packed panels; 0 if too many blocks have rare upper bytes.
 int64_t ropeway_compact(const void* packed, int64_t out, int64_t in, int64_t gated, void* compact) {
 #if ROPEWAY_DPBF16
     const int64_t panels = gated ? (out / 2 + L - 1) / L : (out + NR - 1) / NR;
     return compact_panels((const uint16_t*)packed, compact_sizes(panels, in), (char*)compact);
 #else
     (void)packed, (void)out, (void)in, (void)gated, (void)compact;
+    return 0;
+#endif
+}
+
+// Whether this is what `ropeway_compact` has made for a weight of this size.
+int64_t ropeway_compact_fits(const void* compact, int64_t out, int64_t in, int64_t gated) {
+#if ROPEWAY_DPBF16
+    const int64_t panels = gated ? (out / 2 + L - 1) / L : (out + NR - 1) / NR;
+    return compact_fits(compact, compact_sizes(panels, in));
+#else
+    (void)compact, (void)out, (void)in, (void)gated;
     return 0;
 #endif
 }

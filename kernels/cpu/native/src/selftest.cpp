@@ -134,6 +134,7 @@ void check_linear(int64_t rows, int64_t in, int64_t out, Epilogue epilogue, int6
     std::unique_ptr<char[]> packed(new char[bytes]), compact(new char[less]);
     ropeway_pack(weight.get(), columns, in, dtype_of<T>, epilogue == kGated, packed.get());
     if (less && !ropeway_compact(packed.get(), columns, in, epilogue == kGated, compact.get())) wrong++;
+    if (less && !ropeway_compact_fits(compact.get(), columns, in, epilogue == kGated)) wrong++;
     const int64_t width = epilogue == kLogits ? (out + kPeak - 1) / kPeak * kPeak : out;
     std::unique_ptr<T[]> narrow(new T[rows * width + 1]);
     std::unique_ptr<float[]> wide(new float[rows * width]), peaks(new float[rows * width / kPeak + 1]);
