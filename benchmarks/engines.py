@@ -44,7 +44,8 @@ class Engines:
         from engine.runner import ModelRunner
 
         old: Any = self.first._runner
-        runner = ModelRunner(old._model, copy.copy(old._sampler), old._ops, num_blocks, old.block_size)
+        sampler = copy.copy(old._sampler)
+        runner = ModelRunner(old._model, sampler, old._ops, num_blocks, old.block_size, share=old._share)
         config = replace(self.first._config, **settings)
         return Engine(runner, self.first.info(), self.tokenizer(), config)
 

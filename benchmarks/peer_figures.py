@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from benchmarks.peer_contenders import BATCH, SINGLE, TTFT
 
 OURS = "ropeway"
+#: Ropeway where there is neither a wheel's library nor a compiler.
+TORCH = "ropeway_torch"
 Rounds = Mapping[str, Sequence[Mapping[str, float]]]
 
 

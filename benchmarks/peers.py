@@ -41,7 +41,7 @@ from benchmarks.peer_contenders import (
     read_workload,
     vllm_environment,
 )
-from benchmarks.peer_figures import OURS
+from benchmarks.peer_figures import OURS, TORCH
 from benchmarks.peer_http import RopewayServer, VllmServer, measure_servers
 from benchmarks.peer_models import export_folder, export_gguf
 from benchmarks.peer_process import ScriptChild, busy_neighbour
@@ -115,6 +115,8 @@ def load(name: str, setup: Setup) -> Contender:
     match name:
         case "ropeway":
             return setup.script(name, "ropeway_llm", MODEL)
+        case name if name == TORCH:
+            return setup.script(name, "ropeway_llm", MODEL, cpu_kernels="torch")
         case "transformers":
             return setup.script(name, "transformers_generate", MODEL)
         case "vllm":
@@ -134,7 +136,7 @@ def generate(setup: Setup) -> tuple[dict[str, float], dict[str, str]]:
     """All engines in turns; figures, and versions by engine."""
     with ExitStack() as stack:
         contenders: dict[str, Contender] = {}
-        for name in (OURS, "transformers", *setup.given):
+        for name in (OURS, TORCH, "transformers", *setup.given):
             contenders[name] = load(name, setup)
             stack.callback(contenders[name].close)
         memory = stack.enter_context(ScriptChild("memory", "memory_bandwidth", {"threads": setup.threads}))

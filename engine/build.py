@@ -19,6 +19,7 @@ from engine.adapters.targets import targets
 from engine.adapters.weights import Adapter, load_adapter
 from engine.cache_folder import default_cache_dir
 from engine.config import EngineConfig, SchedulerConfig
+from engine.cpu_share import CpuShare
 from engine.cpus import bounded_threads
 from engine.device.memory import device_memory
 from engine.device.runner import DeviceRunner
@@ -35,6 +36,7 @@ from engine.pace import PrefillPace
 from engine.request import ModelInfo
 from engine.runner import ModelRunner
 from engine.sampler import Sampler
+from engine.waiting import stays_awake
 from kernels import native_build
 from kernels.cpu import native
 from kernels.invariant.paged_attention import proven_pieces
@@ -254,13 +256,20 @@ def _runner(
         return measured_blocks(config, model, sampler, ops, adapters, max_model_len, memory, block)
 
     if not wants_device_runner(config, ops, model.device):
-        return ModelRunner(model, sampler, ops, _count_blocks(config, model, max_model_len, measure), size, adapters)
+        num_blocks = _count_blocks(config, model, max_model_len, measure)
+        return ModelRunner(model, sampler, ops, num_blocks, size, adapters, _share(model.device))
     if adapters is not None:
         adapters.reserve()  # before what is left is measured, and passes are recorded
     num_blocks = _count_blocks(config, model, max_model_len, measure)
     runner = DeviceRunner(model, sampler, ops, num_blocks, size, adapters)
     record_decodes(runner, config, ops, model, max_model_len)
     return runner
+
+
+def _share(device: torch.device) -> CpuShare | None:
+    """For torch's threads where they stay awake between regions, and so are in the way of others."""
+    threads = torch.get_num_threads()
+    return CpuShare(threads) if device.type == "cpu" and threads > 1 and stays_awake() else None
 
 
 def _info(

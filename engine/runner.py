@@ -12,6 +12,7 @@ import torch
 from engine.adapters.device import DeviceAdapters
 from engine.adapters.weights import Adapter
 from engine.batch import Batch, CacheLayout, build_batch
+from engine.cpu_share import CpuShare
 from engine.host_batch import HostBatch, host_batch
 from engine.kv_memory import taken_ahead, zeros
 from engine.logprobs import score
@@ -21,6 +22,7 @@ from engine.request import LogprobEntry
 from engine.sampler import Sampler, takes_argmax
 from engine.sequence import Sequence
 from kernels.blocked import BlockedLogits
+from kernels.cpu.threads import sharing
 from kernels.lora import Ints, LoraPass
 from kernels.ops import Ops, reads_host, wants_groups
 from kernels.transfer import to_device
@@ -64,8 +66,12 @@ class ModelRunner:
         num_blocks: int,
         block_size: int,
         adapters: DeviceAdapters | None = None,
+        share: CpuShare | None = None,
     ) -> None:
-        """Allocate the KV cache, [layers, num_blocks + 1, block_size, 2, kv_heads, head_dim]; the last block pads."""
+        """Allocate the KV cache, [layers, num_blocks + 1, block_size, 2, kv_heads, head_dim]; the last block pads.
+
+        `share` says before each pass how many of torch's threads take part; without one, all do.
+        """
         config = model.config
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, config.vocab_size
         self._model, self._sampler, self._ops = model, sampler, ops
@@ -76,7 +82,7 @@ class ModelRunner:
             block_size, num_blocks, config.num_key_value_heads, model.dtype, model.device, grouped=wants_groups(ops)
         )
         self._forward, self._on_host = ops.capture(model.forward, self._cache), reads_host(ops)
-        self._adapters = adapters
+        self._adapters, self._share = adapters, share
         self._tainted: set[int] = set()
 
     def fill_slot(self, slot: int, adapter: Adapter) -> None:
@@ -93,6 +99,12 @@ class ModelRunner:
         """Run one pass; see `engine.plan.Runner.execute`."""
         if not plan.spans:
             return []
+        if self._share is None:
+            return self._execute(plan)
+        with sharing(self._share.threads()):
+            return self._execute(plan)
+
+    def _execute(self, plan: StepPlan) -> list[Sampled | None]:
         rows, hidden = self._pass(plan)
         answers: list[Sampled | None] = [None] * len(plan.spans)
         self._sample(plan.spans, rows, hidden, answers)

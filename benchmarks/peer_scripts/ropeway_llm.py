@@ -1,4 +1,4 @@
-"""Ropeway's `LLM.generate`, in the default of a user who names model and dtype."""
+"""Ropeway's `LLM.generate`, in the default of a user who names model and dtype; with kernels that are named, if so."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from engine.llm import LLM
 def main() -> None:
     """Load, then answer commands."""
     answer, given = claim_stdout(), settings()
-    llm = LLM(given["model"], dtype="bfloat16", max_model_len=1024, enable_prefix_caching=False)
+    kernels = given.get("cpu_kernels", "auto")
+    llm = LLM(given["model"], dtype="bfloat16", max_model_len=1024, enable_prefix_caching=False, cpu_kernels=kernels)
 
     def generate(prompts: list[list[int]], new_tokens: int) -> tuple[float, int]:
         return run_ropeway(llm, prompts, new_tokens), new_tokens * len(prompts)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
 from kernels.cpu.large_pages import move_into_large_pages
-from kernels.cpu.threads import FEW_ROWS, SMALL, alone
+from kernels.cpu.threads import FEW_ROWS, SMALL, unless_awake
 from kernels.ops import register
 from kernels.reference.linear import Linear
 from kernels.reference.linear import gated_linear as reference_gated_linear
@@ -15,7 +15,7 @@ from kernels.reference.linear import linear as reference_linear
 _product = torch.ops.mkldnn._linear_pointwise.default
 #: Rows in place of two in bfloat16, and of one where the weight has some bytes, since oneDNN reads it faster so: 57 MB
 #: in 2.7 ms, against 3.3 for 1 row and 3.9 for 2 (one thread of a Zen 4). A small weight for one row is no faster.
-_WIDE, _WIDE_FROM = 4, 2 * 1024 * 1024
+_WIDE, _WIDE_FROM = 4, 16 * 1024 * 1024
 
 
 def packable(weight: torch.Tensor) -> bool:
@@ -40,7 +40,7 @@ def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         if rows in widened:
             x = x.repeat(_WIDE // rows, 1)
         if rows <= FEW_ROWS and size <= SMALL:
-            y = alone(_product, x, packed, bias, "none", [], "")
+            y = unless_awake(_product, x, packed, bias, "none", [], "")
         else:
             y = _product(x, packed, bias, "none", [], "")
         if len(x) != rows:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,6 +14,8 @@ import torch
 
 T = TypeVar("T")
 
+_pass = threading.local()
+
 #: Bytes that one thread reads in some 200 us. Waking another takes about 60, and where its core has other work, far
 #: more. Of matrices of 0.7 to 1.8 MB, 150 in a row, one thread took 14 ms for 1 to 4 rows and 17 for 8; two took 14 to
 #: 18 ms with a core each, and 24 to 26 beside other work. A stream of a 135 million model was as fast with products of
@@ -19,6 +23,29 @@ T = TypeVar("T")
 SMALL = 4 * 1024 * 1024
 #: Rows up to which a product takes hardly longer than its weights take to be read.
 FEW_ROWS = 8
+
+
+@contextmanager
+def sharing(threads: int) -> Iterator[None]:
+    """A pass whose regions run on so many threads of the calling thread, which are awake: then small ones, too, are
+    worth all of them. Without OpenMP nothing is changed."""
+    choose = _set_threads()
+    if choose is None:
+        yield
+        return
+    before = torch.get_num_threads()
+    choose(threads)
+    _pass.awake = True
+    try:
+        yield
+    finally:
+        _pass.awake = False
+        choose(before)
+
+
+def unless_awake(call: Callable[..., T], *args: Any) -> T:
+    """`alone`, where to wake other threads costs more than they bring."""
+    return call(*args) if getattr(_pass, "awake", False) else alone(call, *args)
 
 
 def alone(call: Callable[..., T], *args: Any) -> T:

@@ -14,7 +14,7 @@ from kernels.cpu import linear as linears
 from kernels.cpu import paged_attention as attentions
 from kernels.cpu import threads
 from kernels.cpu.rms_norm import rms_norm
-from kernels.cpu.threads import FEW_ROWS, SMALL, alone
+from kernels.cpu.threads import FEW_ROWS, SMALL, alone, sharing, unless_awake
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def narrowed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         return alone(inner, *args)
 
-    monkeypatch.setattr(linears, "alone", watched)
+    monkeypatch.setattr(threads, "alone", watched)
     monkeypatch.setattr(attentions, "alone", watched)
     return seen
 
@@ -71,6 +71,55 @@ def test_a_call_that_fails_gives_the_threads_back() -> None:
 def test_without_openmp_a_call_keeps_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "_set_threads", lambda: None)
     assert alone(torch.get_num_threads) == 3
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_pass_has_its_threads_for_small_products_too_and_gives_them_back(count: int) -> None:
+    _needs_openmp()
+    elsewhere: list[int] = []
+    with sharing(count):
+        assert torch.get_num_threads() == count
+        assert unless_awake(torch.get_num_threads) == count
+        assert alone(torch.get_num_threads) == 1
+        assert torch.get_num_threads() == count
+        other = threading.Thread(target=lambda: elsewhere.extend([torch.get_num_threads(), _unless_awake_there()]))
+        other.start()
+        other.join()
+    assert elsewhere == [3, 1]
+    assert (torch.get_num_threads(), unless_awake(torch.get_num_threads)) == (3, 1)
+
+
+def _unless_awake_there() -> int:
+    return unless_awake(torch.get_num_threads)
+
+
+def test_a_pass_that_fails_gives_the_threads_back() -> None:
+    with pytest.raises(ZeroDivisionError), sharing(2):
+        _ = 1 // 0
+    assert torch.get_num_threads() == 3
+    assert not getattr(threads._pass, "awake", False)
+
+
+def test_without_openmp_a_pass_keeps_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_set_threads", lambda: None)
+    with sharing(1):
+        assert torch.get_num_threads() == 3
+        assert not getattr(threads._pass, "awake", False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 4, 8, 33])
+def test_products_have_the_same_bits_on_any_number_of_threads(dtype: torch.dtype, rows: int) -> None:
+    torch.manual_seed(0)
+    for columns, inner in ((960, 576), (576, 1536), (130, 70)):
+        weight, x = torch.randn(columns, inner).to(dtype), torch.randn(rows, inner).to(dtype)
+        layer = linears.linear(weight)
+        answers = []
+        for count in (1, 2, 3):
+            with sharing(count):
+                answers.append(layer(x).clone())
+        answers.append(layer(x))
+        assert all(torch.equal(answer, answers[0]) for answer in answers[1:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

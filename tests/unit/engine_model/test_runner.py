@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from engine.cpu_share import CpuShare
 from engine.loading.resolve import load
 from engine.models.config import ModelConfig
 from engine.models.registry import model_class
@@ -262,3 +263,46 @@ def test_a_scored_row_that_is_not_finite_fails_its_span_alone(
     # Its blocks are clean for whoever gets them next.
     (after,) = run(runner, scored(sequence("next", good.tokens, [7, 8], prompt_logprobs=2)))
     assert_alike(after.prompt_logprobs, fine.prompt_logprobs)
+
+
+@pytest.mark.parametrize("ops", ["torch", "native"], indirect=True)
+def test_each_pass_has_the_threads_of_its_share_and_gives_them_back(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.get_num_threads()
+    expected = answer(runner, whole(sequence("a", prompt(1, 9), [0, 1, 2])))
+    seen: list[int] = []
+    forward = runner._forward
+
+    def watched(*args: Any) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        return forward(*args)
+
+    class Share(CpuShare):
+        def threads(self) -> int:
+            return 1 + len(seen)
+
+    monkeypatch.setattr(runner, "_forward", watched)
+    monkeypatch.setattr(runner, "_share", Share(3))
+    for _ in range(3):
+        assert answer(runner, whole(sequence("a", prompt(1, 9), [0, 1, 2]))) == expected
+        assert torch.get_num_threads() == before
+    assert seen == [1, 2, 3]
+    assert answer(runner) == []
+
+
+@pytest.mark.parametrize("ops", ["torch"], indirect=True)
+def test_a_pass_that_fails_gives_its_threads_back(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> torch.Tensor:
+        raise RuntimeError("no pass")
+
+    class One(CpuShare):
+        def threads(self) -> int:
+            return 1
+
+    before = torch.get_num_threads()
+    monkeypatch.setattr(runner, "_forward", fail)
+    monkeypatch.setattr(runner, "_share", One(2))
+    with pytest.raises(RuntimeError, match="no pass"):
+        runner.execute(StepPlan([whole(sequence("a", prompt(1, 9), [0, 1, 2]))], decodes=0))
+    assert torch.get_num_threads() == before
