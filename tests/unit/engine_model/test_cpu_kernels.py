@@ -14,6 +14,7 @@ from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.cpu_kernels import choose
 from engine.cpus import available_cpus
+from engine.runner import ModelRunner
 from kernels.cpu import native
 from kernels.ops import is_native
 from tests.support.native import load_native
@@ -101,6 +102,22 @@ def test_an_engine_bounds_torch_s_threads_too(folder: Path) -> None:
     build_engine(EngineConfig(str(folder), num_blocks=4, threads=10_000, cpu_kernels="torch"))
     assert torch.get_num_threads() == available_cpus()
     torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("threads", "awake", "shares"), [(2, True, True), (1, True, False), (2, False, False)])
+def test_several_threads_that_stay_awake_give_way(
+    threads: int, awake: bool, shares: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if available_cpus() < threads:
+        pytest.skip("there is one CPU")
+    before = torch.get_num_threads()
+    monkeypatch.setattr("engine.build.stays_awake", lambda: awake)
+    try:
+        engine = build_engine(EngineConfig(str(folder), num_blocks=4, threads=threads, cpu_kernels="torch"))
+        assert isinstance(engine._runner, ModelRunner)
+        assert (engine._runner._share is not None) == shares
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_threads_are_pinned_where_the_setting_says(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
