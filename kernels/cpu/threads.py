@@ -17,9 +17,9 @@ T = TypeVar("T")
 _pass = threading.local()
 
 #: Bytes that one thread reads in some 200 us. Waking another takes about 60, and where its core has other work, far
-#: more. Of matrices of 0.7 to 1.8 MB, 150 in a row, one thread took 14 ms for 1 to 4 rows and 17 for 8; two took 14 to
-#: 18 ms with a core each, and 24 to 26 beside other work. A stream of a 135 million model was as fast with products of
-#: 3.5 MB on one thread as on two (24.5 and 26 ms a step), and kept all of that beside a busy process.
+#: more. Of matrices of 0.7 to 1.8 MB, 150 in a row, one thread took 14 ms for 1 to 4 rows and 17 for 8; two that sleep
+#: in between took 14 to 18 ms with a core each, and 24 to 26 beside other work. Two that are awake need
+#: 0.65 of one's time.
 SMALL = 4 * 1024 * 1024
 #: Rows up to which a product takes hardly longer than its weights take to be read.
 FEW_ROWS = 8
