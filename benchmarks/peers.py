@@ -4,9 +4,9 @@
                                [--quick] [--runs 5] [--workload FILE] [--json FILE]
 
 32 prompts at once, and one of them alone; 64 new tokens each, greedy, whatever the end-of-sequence token says. Every
-engine runs in processes of its own, loaded once, and is held still while another is measured. transformers is in the
-environment anyway; the others are measured where they are pointed at. With vLLM its OpenAI server is compared too, with
-gateway, Redis and worker, all prompts as streams of one client. See `docs/benchmarks.md`.
+engine runs in processes of its own, loaded once, and is held still while another is measured. transformers and torch's
+kernels are in the environment anyway; the others are measured where they are pointed at. With vLLM its OpenAI server is
+compared too, with gateway, Redis and worker, all prompts as streams of one client. See `docs/benchmarks.md`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def load(name: str, setup: Setup) -> Contender:
     match name:
         case "ropeway":
             return setup.script(name, "ropeway_llm", MODEL)
-        case name if name == TORCH:
+        case peer_figures.TORCH:
             return setup.script(name, "ropeway_llm", MODEL, cpu_kernels="torch")
         case "transformers":
             return setup.script(name, "transformers_generate", MODEL)

@@ -1,4 +1,4 @@
-"""Parallel regions that are too small to be worth waking other threads for."""
+"""How many of torch's threads compute: those of a pass, or one where a region is too small to wake others for."""
 
 from __future__ import annotations
 
